@@ -1,0 +1,33 @@
+"""LOCKS kernels: page summaries, page scores, page selection and sparse attention.
+
+Pure functions on tensors, usable with any paged KV cache; nothing here knows SGLang.
+"""
+
+from .attend import attend
+from .layout import (
+    EnvelopeLayout,
+    Envelopes,
+    Records,
+    Summaries,
+    SummaryLayout,
+    page_view,
+)
+from .score import PageScores, score
+from .select import ATTEND_ALL, Selection, select
+from .summarize import summarize
+
+__all__ = [
+    "ATTEND_ALL",
+    "EnvelopeLayout",
+    "Envelopes",
+    "PageScores",
+    "Records",
+    "Selection",
+    "Summaries",
+    "SummaryLayout",
+    "attend",
+    "page_view",
+    "score",
+    "select",
+    "summarize",
+]

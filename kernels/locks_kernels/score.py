@@ -1,0 +1,85 @@
+"""score: queries and records -> page scores and their normaliser (paper Eq. 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .layout import Envelopes, Records
+from .reference import score_keys, score_open_page, score_pages
+
+
+@dataclass
+class PageScores:
+    """Per-head page scores of a batch.
+
+    Attributes:
+        scores: fp32 ``[rows, q_heads, max_pages]``, natural-log units; -inf past a row's pages.
+        lse: fp32 ``[rows, q_heads]``, log-sum-exp of a row's scores: ``exp(scores - lse)`` is
+            the page's share of the head's attention.
+    """
+
+    scores: torch.Tensor
+    lse: torch.Tensor
+
+
+def score(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    records: Records | None,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+) -> PageScores:
+    """Estimate the attention mass of every page of every request.
+
+    Pages before the current one are scored from their records; the page of the current
+    token has no record yet and is scored exactly from its keys.
+
+    Args:
+        queries: ``[rows, q_heads, d]``, one decode query a request, after RoPE.
+        keys: page view ``[pages, B, kv_heads, d]`` of the layer's K pool.
+        records: the layer's records (no layer dimension): ``Summaries`` for the ``locks``
+            selector, ``Envelopes`` for ``quest``, ``None`` for ``oracle`` (reads every key).
+        page_table: int32 ``[rows, max_pages]``, physical page of every logical page.
+        seq_lens: int ``[rows]``, tokens of each request, the current one included (>= 1).
+        sm_scale: softmax scale, usually ``1 / sqrt(d)``.
+
+    Returns:
+        :class:`PageScores`.
+
+    Raises:
+        ValueError: q_heads is no multiple of kv_heads, or the records do not fit the keys.
+    """
+    _check(queries, keys, records)
+    rows, q_heads, _ = queries.shape
+    page_size = keys.shape[1]
+    scores = queries.new_full((rows, q_heads, page_table.shape[1]), float("-inf"), dtype=torch.float32)
+    selector = "quest" if isinstance(records, Envelopes) else "locks"
+    for row, length in enumerate(seq_lens.tolist()):
+        closed = (length - 1) // page_size
+        table = page_table[row].long()
+        if closed and records is not None:
+            scores[row, :, :closed] = score_pages(queries[row], records.gather(table[:closed]), sm_scale)
+        elif closed:
+            scores[row, :, :closed] = score_keys(queries[row], keys[table[:closed]], sm_scale)
+        open_keys = keys[table[closed], : length - closed * page_size]
+        scores[row, :, closed : closed + 1] = score_open_page(queries[row], open_keys, sm_scale, selector)
+    return PageScores(scores, scores.logsumexp(-1))
+
+
+def _check(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) -> None:
+    q_heads, head_dim = queries.shape[1:]
+    _, page_size, kv_heads, key_dim = keys.shape
+    if head_dim != key_dim:
+        raise ValueError(f"queries have head_dim {head_dim}, keys {key_dim}")
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
+    if records is not None and (
+        records.layout.page_size != page_size or records.layout.head_dim != head_dim
+    ):
+        raise ValueError(
+            f"records are for page size {records.layout.page_size} and head_dim "
+            f"{records.layout.head_dim}, keys have {page_size} and {head_dim}"
+        )

@@ -1,0 +1,79 @@
+"""select: page scores -> the pages that each KV head attends (paper sections 2 and 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .reference import group_shares, select_pages
+from .score import PageScores
+
+ATTEND_ALL = 2**31 - 1
+"""Budget that makes a row attend all its pages, whatever the width of the lists."""
+
+
+@dataclass
+class Selection:
+    """Pages to attend.
+
+    Attributes:
+        pages: int32 ``[rows, kv_heads, width]``, physical pages in ascending logical order,
+            so the page of the current token is entry ``counts - 1``; 0 past it.
+        logical: int32, same shape, the logical indices of those pages.
+        counts: int32 ``[rows]``, pages attended, equal for all heads of a row.  A count
+            above ``width`` means that the row attends every page of its page table and its
+            lists are not filled.
+    """
+
+    pages: torch.Tensor
+    logical: torch.Tensor
+    counts: torch.Tensor
+
+
+def select(
+    page_scores: PageScores,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budgets: torch.Tensor,
+    *,
+    kv_heads: int,
+    page_size: int,
+    width: int,
+) -> Selection:
+    """Choose the pages of every (request, KV head).
+
+    The score of page j for a KV head is the share-average over its G query heads,
+    ``mean_g exp(s_g(j) - LSE_g)``.  The sink page and the page of the current token are
+    always in; the other slots go to the highest scores, ties to the lower page index.
+
+    Args:
+        page_scores: what :func:`locks_kernels.score.score` returned.
+        page_table: int32 ``[rows, max_pages]``.
+        seq_lens: int ``[rows]``, tokens of each request, the current one included.
+        budgets: int32 ``[rows]``, pages that a row may attend: at least 2 and at most
+            ``width``, or ``ATTEND_ALL``.
+        kv_heads: KV heads; must divide the query heads.
+        page_size: tokens a page.
+        width: entries a list has room for.
+
+    Returns:
+        :class:`Selection`; a row with no more pages than its budget attends all of them.
+    """
+    rows = page_table.shape[0]
+    shape = (rows, kv_heads, width)
+    pages = torch.zeros(shape, dtype=torch.int32, device=page_table.device)
+    logical = torch.zeros_like(pages)
+    counts = torch.zeros(rows, dtype=torch.int32, device=page_table.device)
+    lengths, limits = seq_lens.tolist(), budgets.tolist()
+    for row, (length, budget) in enumerate(zip(lengths, limits, strict=True)):
+        present = -(-length // page_size)
+        count = min(present, budget)
+        counts[row] = count
+        if count > width:
+            continue
+        shares = group_shares(page_scores.scores[row, :, :present], page_scores.lse[row], kv_heads)
+        chosen = select_pages(shares, count)
+        logical[row, :, :count] = chosen
+        pages[row, :, :count] = page_table[row][chosen]
+    return Selection(pages, logical, counts)
