@@ -183,11 +183,14 @@ def select_pages(shares: torch.Tensor, budget: int) -> torch.Tensor:
     """Logical pages to attend, ascending: ``shares [H, pages]`` -> int64 ``[H, min(budget, pages)]``.
 
     The sink (page 0) and the current (last) page always, the rest by share; ties go to the
-    lower page index.  With at most ``budget`` pages everything is attended.
+    lower page index.  With at most ``budget`` pages everything is attended; a smaller budget
+    than the two fixed pages is a ValueError.
     """
     heads, pages = shares.shape
     if pages <= budget:
         return torch.arange(pages, device=shares.device).expand(heads, pages)
+    if budget < 2:
+        raise ValueError(f"a budget of {budget} pages; legal: at least 2 (sink and current page)")
     inner = shares[:, 1 : pages - 1]
     order = inner.argsort(dim=-1, descending=True, stable=True)[:, : budget - 2] + 1
     sink = torch.zeros(heads, 1, dtype=order.dtype, device=order.device)

@@ -59,6 +59,10 @@ def select(
 
     Returns:
         :class:`Selection`; a row with no more pages than its budget attends all of them.
+
+    Raises:
+        ValueError: a budget below two pages, or above ``width`` and not ``ATTEND_ALL`` (on the
+            CPU; on a GPU the caller has to see to it, since a look would wait for the device).
     """
     rows = page_table.shape[0]
     shape = (rows, kv_heads, width)
@@ -69,6 +73,10 @@ def select(
     for row, (length, budget) in enumerate(zip(lengths, limits, strict=True)):
         present = -(-length // page_size)
         count = min(present, budget)
+        if width < budget < ATTEND_ALL:
+            raise ValueError(
+                f"a budget of {budget} pages; legal: at least 2, at most {width}, or ATTEND_ALL"
+            )
         counts[row] = count
         if count > width:
             continue
