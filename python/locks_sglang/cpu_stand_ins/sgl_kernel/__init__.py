@@ -1,8 +1,8 @@
 """Stand-in for ``sgl_kernel``, whose wheel holds CUDA code only.
 
-On a CPU SGLang imports some functions from it by name; a server with plain decoding calls none of them. Each one
-exists here and raises when it is called, so a path that does need the package says so instead of computing
-something else.
+On a CPU SGLang imports some functions from it by name; a server with plain decoding calls none of them.
+Each one exists here and raises when it is called, so a path that does need the package says so instead of
+computing something else.
 """
 
 from collections.abc import Callable

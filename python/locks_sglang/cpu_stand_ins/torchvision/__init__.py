@@ -1,8 +1,8 @@
 """Stand-in that lets the CUDA build of torchvision import beside a CPU build of torch.
 
-torchvision registers fake kernels for two of its C++ operators while it imports. Its C++ library does not load
-without CUDA, so torch does not know the operators and the import fails. Declaring their schemas first is all it
-needs. The installed torchvision is then loaded in this module's place: nothing of it is replaced.
+torchvision registers fake kernels for two of its C++ operators while it imports. Its C++ library does not
+load without CUDA, so torch does not know the operators and the import fails. Declaring their schemas first
+is all it needs. The installed torchvision is then loaded in this module's place: nothing of it is replaced.
 """
 
 import importlib.util
@@ -23,7 +23,9 @@ def _find_installed() -> ModuleSpec:
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     spec = PathFinder.find_spec("torchvision", elsewhere)
     if spec is None or spec.loader is None or spec.origin is None:
-        raise ModuleNotFoundError("torchvision is not installed; only its CPU stand-in is", name="torchvision")
+        raise ModuleNotFoundError(
+            "torchvision is not installed; only its CPU stand-in is", name="torchvision"
+        )
     return spec
 
 

@@ -1,0 +1,286 @@
+"""Real SGLang servers for tests: start one, talk to it, stop it with everything that it spawned.
+
+    with launch(model, "--sparse-decode", "locks", log_dir=tmp_path) as server:
+        server.generate("Once upon a time", max_new_tokens=8)["text"]
+
+Where there is a GPU the server runs on it; otherwise it runs on the CPU with the flags and stand-ins that
+`locks_sglang.cpu_stand_ins` names. Nothing depends on a fixed port.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from locks_sglang import cpu_stand_ins
+from prometheus_client.parser import text_string_to_metric_families
+
+# Measured on two CPU cores: 28 s alone on the machine; a loaded machine takes several times as long.
+START_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 300.0
+# A pool like the CPU's, so that the tests which fill it behave alike.
+GPU_FLAGS = tuple(
+    [
+        "--page-size",
+        "16",
+        "--max-total-tokens",
+        "16384",
+        "--cuda-graph-max-bs",
+        "4",
+        "--enable-cache-report",
+    ]
+)
+# Two servers may be up at once: an idle one has to leave the cores to the other.
+COMMON_FLAGS = tuple(
+    ["--enable-metrics", "--sleep-on-idle", "--skip-server-warmup", "--max-running-requests", "16"]
+)
+
+
+class ServerFailed(RuntimeError):
+    """The server stopped, or did not become healthy in time. `returncode` may be None."""
+
+    def __init__(self, reason: str, log: str, returncode: int | None) -> None:
+        super().__init__(f"{reason}; the end of its log:\n{_tail(log)}")
+        self.log = log
+        self.returncode = returncode
+
+
+@dataclass(frozen=True)
+class Server:
+    """A healthy server. Methods raise requests.HTTPError with the server's message on an error status."""
+
+    base_url: str
+    log_path: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        """All that the server has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def post(self, path: str, body: Any = None, **arguments: Any) -> requests.Response:
+        """POST without raising on an error status: for tests of refusals."""
+        return requests.post(self.base_url + path, json=body, timeout=REQUEST_TIMEOUT_S, **arguments)
+
+    def get(self, path: str) -> requests.Response:
+        """GET without raising on an error status."""
+        return requests.get(self.base_url + path, timeout=REQUEST_TIMEOUT_S)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 16,
+        sampling: Mapping[str, Any] | None = None,
+        **body: Any,
+    ) -> dict[str, Any]:
+        """Native /generate, greedy and running to `max_new_tokens` unless `sampling` says otherwise.
+
+        `prompt` is text or token ids. The answer holds "text", "output_ids" and "meta_info".
+        """
+        key = "text" if isinstance(prompt, str) else "input_ids"
+        parameters = {
+            "temperature": 0,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": True,
+            **(sampling or {}),
+        }
+        value = prompt if isinstance(prompt, str) else list(prompt)
+        return _json(self.post("/generate", {key: value, "sampling_params": parameters, **body}))
+
+    def generate_together(self, requests_: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """`generate` with each mapping's arguments, all at the same time; answers in the order asked."""
+        with ThreadPoolExecutor(max_workers=len(requests_)) as pool:
+            return list(pool.map(lambda arguments: self.generate(**arguments), requests_))
+
+    def chat(
+        self, messages: str | Sequence[Mapping[str, str]], max_tokens: int = 32, **body: Any
+    ) -> dict[str, Any]:
+        """OpenAI chat completion, greedy; a string is one user message. Returns the response's JSON."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        asked = {"model": "demo", "messages": list(messages), "temperature": 0, "max_tokens": max_tokens}
+        return _json(self.post("/v1/chat/completions", {**asked, **body}))
+
+    def server_info(self) -> dict[str, Any]:
+        """/server_info as it is."""
+        return _json(self.get("/server_info"))
+
+    def locks_info(self) -> dict[str, Any]:
+        """The section that the plugin adds to /server_info. KeyError on a server without its flag."""
+        return self.server_info()["internal_states"][0]["locks"]
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus samples by name, summed over labels (histograms: _count, _sum, _bucket)."""
+        totals: dict[str, float] = {}
+        answer = self.get("/metrics/")
+        answer.raise_for_status()
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        return totals
+
+    def flush_cache(self, timeout_s: float = 30.0) -> None:
+        """Empty the radix cache, waiting for running requests up to `timeout_s`."""
+        answer = self.post(f"/flush_cache?timeout={timeout_s}")
+        if answer.status_code != 200:
+            raise requests.HTTPError(answer.text, response=answer)
+
+    def abort(self, rid: str = "", abort_all: bool = False) -> None:
+        """Abort the request whose body carried `rid`, or all of them."""
+        answer = self.post("/abort_request", {"rid": rid, "abort_all": abort_all})
+        answer.raise_for_status()
+
+
+@contextmanager
+def launch(
+    model: Path | str,
+    *flags: str,
+    log_dir: Path,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Server]:
+    """A running server on `model`. `flags` come last, so they override the defaults; `env` adds variables.
+
+    Raises ServerFailed when the server stops before it is healthy, or is not healthy after `timeout_s`.
+    """
+    process, port, log_path = _start(model, flags, log_dir, env)
+    server = Server(f"http://127.0.0.1:{port}", log_path, process)
+    try:
+        _wait_until_healthy(server, timeout_s)
+        yield server
+    finally:
+        _stop_tree(process)
+
+
+def launch_refused(
+    model: Path | str,
+    *flags: str,
+    log_dir: Path,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> ServerFailed:
+    """Start a server that must not start, and return how it failed. AssertionError if it does start."""
+    try:
+        with launch(model, *flags, log_dir=log_dir, env=env, timeout_s=timeout_s):
+            pass
+    except ServerFailed as failure:
+        assert failure.returncode is not None, f"the server neither started nor stopped: {failure}"
+        return failure
+    raise AssertionError(f"the server started with {flags}")
+
+
+class ServerPool:
+    """Servers by their flags, each started at first use and kept. More than `limit` are never up
+    (each takes about 1.5 GB): the one unused longest stops first."""
+
+    def __init__(self, model: Path, log_dir: Path, limit: int = 2) -> None:
+        self._model, self._log_dir, self._limit = model, log_dir, limit
+        self._running: dict[tuple[str, ...], tuple[Any, Server]] = {}
+
+    def get(self, *flags: str) -> Server:
+        """The server with these flags, with an empty cache."""
+        context, server = self._running.pop(flags, (None, None))
+        if server is not None and server.process.poll() is not None:
+            raise ServerFailed(f"the server with {flags} died", server.log, server.process.returncode)
+        if server is None:
+            while len(self._running) >= self._limit:
+                self._close(next(iter(self._running)))
+            context = launch(self._model, *flags, log_dir=self._log_dir)
+            server = context.__enter__()
+        self._running[flags] = (context, server)  # last: used most recently
+        server.flush_cache()
+        return server
+
+    def close(self) -> None:
+        """Stop all servers."""
+        for flags in list(self._running):
+            self._close(flags)
+
+    def _close(self, flags: tuple[str, ...]) -> None:
+        context, _ = self._running.pop(flags)
+        context.__exit__(None, None, None)
+
+
+def _start(
+    model: Path | str, flags: Sequence[str], log_dir: Path, env: Mapping[str, str] | None
+) -> tuple[subprocess.Popen[bytes], int, Path]:
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    port = free_port()
+    log_path = log_dir / f"server-{port}.log"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += [
+        "--port",
+        str(port),
+        *(GPU_FLAGS if on_gpu else cpu_stand_ins.SERVER_FLAGS),
+        *COMMON_FLAGS,
+        *flags,
+    ]
+    base = {**os.environ, **(env or {})}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=base if on_gpu else cpu_stand_ins.environment(base),
+            start_new_session=True,
+        )
+    return process, port, log_path
+
+
+def _wait_until_healthy(server: Server, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (returncode := server.process.poll()) is not None:
+            raise ServerFailed(f"the server stopped with exit status {returncode}", server.log, returncode)
+        try:
+            # The health check decodes a token, so it also stands for SGLang's warm-up request.
+            if requests.get(server.base_url + "/health", timeout=30).status_code == 200:
+                return
+        except requests.ConnectionError:
+            pass
+        except requests.Timeout:
+            continue
+        time.sleep(0.2)
+    raise ServerFailed(f"the server was not healthy after {timeout_s:.0f} s", server.log, None)
+
+
+def _stop_tree(process: subprocess.Popen[bytes]) -> None:
+    try:
+        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        tree = []
+    # The group also holds children whose parent has died already.
+    for sent, patience in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        psutil.wait_procs(tree, timeout=patience)
+    process.wait(timeout=10)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _json(answer: requests.Response) -> dict[str, Any]:
+    if not answer.ok:
+        raise requests.HTTPError(f"{answer.status_code}: {answer.text}", response=answer)
+    return answer.json()
+
+
+def _tail(log: str, lines: int = 40, width: int = 400) -> str:
+    return "\n".join(line[:width] for line in log.splitlines()[-lines:])
