@@ -1,0 +1,164 @@
+"""Capture real queries and keys, after RoPE, from a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locks_sglang import cpu_stand_ins
+
+ATTENTION = "locks_capture"
+
+
+@dataclass
+class Capture:
+    """What one text made of a model's attention.
+
+    Attributes:
+        queries: fp32 ``[layers, q_heads, n, d]``, after RoPE, of the captured positions.
+        keys: fp32 ``[layers, kv_heads, T, d]``, after RoPE, of the whole text.
+        positions: int64 ``[n]``, ascending; query i sees keys ``0 .. positions[i]``.
+        cos, sin: fp32 ``[T, rotated]``, the rotation of every position.
+        sm_scale: the model's softmax scale.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    sm_scale: float
+
+    @property
+    def layers(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[2]
+
+
+def load_model(
+    folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """Model and tokenizer of a Hugging Face folder, with attention that can be captured.
+
+    Any decoder works whose attention goes through transformers' attention interface and whose
+    KV heads all have one head_dim; MLA models do not.
+    """
+    if not torch.cuda.is_available():
+        cpu_stand_ins.activate()
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+    AttentionInterface.register(ATTENTION, _Recorder.attention)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION)
+    return model.to(device).eval(), tokenizer
+
+
+def capture(model: Any, token_ids: list[int], queries: int = 32, stride: int = 8) -> Capture:
+    """Run a text through a model of :func:`load_model` and keep keys and some queries.
+
+    Args:
+        token_ids: the text; it must be longer than ``queries * stride`` tokens.
+        queries: how many positions to keep the queries of: the last ones, as in decoding.
+        stride: distance between those positions, so that neighbours do not count many times.
+
+    Raises:
+        ValueError: the text is too short, or the model's rotary embedding is out of reach.
+    """
+    if len(token_ids) <= queries * stride:
+        raise ValueError(f"{len(token_ids)} tokens of text; legal: more than {queries} x {stride}")
+    if getattr(model.base_model, "rotary_emb", None) is None:
+        raise ValueError(f"{type(model).__name__} has no base_model.rotary_emb; legal: RoPE decoders")
+    positions = torch.arange(queries).flip(0) * -stride + len(token_ids) - 1
+    with _recording(positions) as recorder, _rotation(model) as rotation, torch.inference_mode():
+        ids = torch.tensor([token_ids], device=model.device)
+        model.base_model(input_ids=ids, use_cache=False)
+    cos, sin = (part[0].float().cpu() for part in rotation)
+    order = sorted(recorder.keys)
+    return Capture(
+        torch.stack([recorder.queries[layer] for layer in order]),
+        torch.stack([recorder.keys[layer] for layer in order]),
+        positions,
+        cos,
+        sin,
+        recorder.sm_scale,
+    )
+
+
+class _Recorder:
+    """Collects what passes through the attention function while it is the active one."""
+
+    active: _Recorder | None = None
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+        self.queries: dict[int, torch.Tensor] = {}
+        self.keys: dict[int, torch.Tensor] = {}
+        self.sm_scale = 0.0
+
+    @staticmethod
+    def attention(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Causal attention in transformers' signature: ``[1, heads, T, d]`` -> ``[1, T, heads, d]``."""
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        recorder = _Recorder.active
+        if recorder is not None:
+            layer = int(module.layer_idx)
+            recorder.queries[layer] = query[0, :, recorder.positions.to(query.device)].float().cpu()
+            recorder.keys[layer] = key[0].float().cpu()
+            recorder.sm_scale = scale
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True
+        )
+        return output.transpose(1, 2), None
+
+
+@contextmanager
+def _recording(positions: torch.Tensor) -> Iterator[_Recorder]:
+    _Recorder.active = _Recorder(positions)
+    try:
+        yield _Recorder.active
+    finally:
+        _Recorder.active = None
+
+
+@contextmanager
+def _rotation(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Collect cos and sin from the model's rotary embedding."""
+    seen: list[torch.Tensor] = []
+
+    def keep(_module: Any, _arguments: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        seen[:] = output
+
+    handle = model.base_model.rotary_emb.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """Apply RoPE in the half-split form (Llama, Qwen, Mistral), or take it away again.
+
+    ``keys [..., T, d]``, ``cos`` and ``sin [T, rotated]``; dimensions past ``rotated`` stay.
+    """
+    width = cos.shape[-1]
+    turning, fixed = keys[..., :width], keys[..., width:]
+    first, second = turning.chunk(2, dim=-1)
+    swapped = torch.cat([-second, first], dim=-1)
+    turned = turning * cos + swapped * (-sin if inverse else sin)
+    return torch.cat([turned, fixed], dim=-1)
