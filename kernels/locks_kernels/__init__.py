@@ -4,6 +4,7 @@ Pure functions on tensors, usable with any paged KV cache; nothing here knows SG
 """
 
 from .attend import attend
+from .audit import retained_mass
 from .layout import (
     EnvelopeLayout,
     Envelopes,
@@ -13,6 +14,7 @@ from .layout import (
     page_view,
 )
 from .score import PageScores, score
+from .score_select import score_select
 from .select import ATTEND_ALL, Selection, select
 from .summarize import summarize
 
@@ -27,7 +29,9 @@ __all__ = [
     "SummaryLayout",
     "attend",
     "page_view",
+    "retained_mass",
     "score",
+    "score_select",
     "select",
     "summarize",
 ]

@@ -1,0 +1,106 @@
+"""The decode half over the user's attention backend.
+
+The backend object is upgraded in place (its class is swapped for a subclass), since SGLang
+reads dozens of attributes off it; prefill and everything else stay its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from .config import LocksError
+from .runtime import SparseDecode
+
+SUPPORTED_BACKENDS = ("TorchNativeAttnBackend",)
+
+
+@cache
+def sparse_class(base: Any) -> Any:
+    """Subclass of an attention backend's class whose decode half is sparse.
+
+    A factory and not a mix-in class: an object's class can only be swapped for one that has
+    the old class as its single base.
+    """
+
+    class SparseBackend(base):
+        locks: SparseDecode
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            self.locks.begin_step(forward_batch)
+
+        def forward_decode(
+            self,
+            q: Any,
+            k: Any,
+            v: Any,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:
+            if layer.layer_id in self.locks.dense_layers:
+                return super().forward_decode(
+                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+                )
+            _refuse_extra_terms(layer, kwargs)
+            if save_kv_cache and k is not None:
+                _write_kv(self, layer, forward_batch, k, v)
+            queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+            return self.locks.decode(queries, layer).view(len(queries), -1)
+
+    SparseBackend.__name__ = f"Locks{base.__name__}"
+    return SparseBackend
+
+
+def upgrade(backend: Any, state: SparseDecode) -> None:
+    """Give ``backend`` sparse decode.
+
+    Raises:
+        LocksError: its class is not one that sparse decode was made for.
+    """
+    original = type(backend)
+    if original.__name__ not in SUPPORTED_BACKENDS:
+        raise LocksError(
+            f"--sparse-decode does not work with the attention backend {original.__name__}; "
+            f"legal: {', '.join(SUPPORTED_BACKENDS)}"
+        )
+    backend.__class__ = sparse_class(original)
+    backend.locks = state
+
+
+def _refuse_extra_terms(layer: Any, kwargs: dict[str, Any]) -> None:
+    """Attention sinks, biases and the like are not computed here, and dense must be said aloud."""
+    unknown = sorted(name for name, value in kwargs.items() if value is not None)
+    if unknown:
+        raise LocksError(
+            f"layer {layer.layer_id} passes {', '.join(unknown)} to its attention, which sparse "
+            "decode does not compute; start without --sparse-decode"
+        )
+
+
+def _write_kv(backend: Any, layer: Any, forward_batch: Any, k: Any, v: Any) -> None:
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    location = KVWriteLoc(forward_batch.out_cache_loc, None)
+    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+
+def why_dense(layer: Any) -> str | None:
+    """Why a RadixAttention layer cannot decode sparse; None if it can."""
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.sliding_window_size not in (-1, None):
+        return f"sliding window of {layer.sliding_window_size} tokens"
+    if layer.use_irope:
+        return "chunked attention (irope)"
+    if layer.logit_cap:
+        return f"logit cap {layer.logit_cap}"
+    if layer.v_head_dim != layer.head_dim:
+        return f"values of {layer.v_head_dim} dimensions, keys of {layer.head_dim}"
+    if getattr(layer.attn_type, "value", layer.attn_type) != "decoder":
+        return f"attention type {layer.attn_type}"
+    if layer.xai_temperature_len > 0:
+        return "temperature by position"
+    return None

@@ -1,0 +1,182 @@
+"""The flags: one table, one dataclass, their validation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
+from typing import Any
+
+from locks_kernels.layout import PAGE_SIZES, PAPER_FORMATS, ROTATED_FORMATS, legal_formats
+from locks_kernels.layout import SummaryLayout as _SummaryLayout
+
+SELECTORS = ("off", "locks", "quest", "oracle")
+DEFAULT_PAGE_SIZE = 16
+
+
+class LocksError(ValueError):
+    """A wrong option or an unsupported combination; the message names the legal values."""
+
+
+def _option(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, "argparse": argparse_kwargs})
+
+
+@dataclass(frozen=True)
+class LocksConfig:
+    """What the user asked for.  Field ``budget`` is the flag ``--sparse-decode-budget`` and the
+    ``sgl.Engine`` argument ``sparse_decode_budget``; ``selector`` is ``--sparse-decode`` itself.
+    """
+
+    selector: str = _option(
+        "off",
+        "Sparse decode: 'locks' scores pages from compact key summaries; 'quest' from per-dimension "
+        "minima and maxima; 'oracle' from every key (quality ceiling, not fast); 'off' is plain SGLang.",
+        choices=SELECTORS,
+    )
+    summary: str = _option(
+        "r8i4",
+        "Record format of a page's key summary. The paper's: "
+        f"{', '.join(PAPER_FORMATS)}; rotated: {', '.join(ROTATED_FORMATS)}.",
+        metavar="FORMAT",
+    )
+    budget: int = _option(
+        2048,
+        "Tokens attended per request, layer and KV head; a multiple of the page size, at least two "
+        "pages. A request with no more tokens attends all of them.",
+        type=int,
+        metavar="TOKENS",
+    )
+    max_budget: int | None = _option(
+        None,
+        "Largest budget that a single request may ask for. Default: four times the budget.",
+        type=int,
+        metavar="TOKENS",
+    )
+    min_len: int = _option(
+        0,
+        "Requests with fewer tokens than this attend everything, whatever the budget.",
+        type=int,
+        metavar="TOKENS",
+    )
+    audit_interval: int = _option(
+        0,
+        "Measure every N decode steps, on one layer in turn, the attention mass that the selected "
+        "pages really retained; 0 is never.",
+        type=int,
+        metavar="STEPS",
+    )
+    trace_file: str | None = _option(
+        None,
+        "Write the selected pages of every decode row and layer as JSON lines (for debugging; needs "
+        "CUDA graphs off).",
+        metavar="PATH",
+    )
+    allow_untested: bool = _option(
+        False,
+        "Start on an SGLang version or with options that locks-sglang was not tested with.",
+        action="store_true",
+    )
+
+    # Not an option of ours: SGLang's --page-size, set when the server arguments are complete.
+    page_size: int = field(default=DEFAULT_PAGE_SIZE, metadata={"internal": True})
+
+    @property
+    def enabled(self) -> bool:
+        return self.selector != "off"
+
+    @property
+    def largest_budget(self) -> int:
+        """Largest budget in tokens that a request may ask for; sizes the page lists."""
+        return 4 * self.budget if self.max_budget is None else self.max_budget
+
+    def validate(self) -> None:
+        """Raise LocksError where an option is wrong by itself or for the page size."""
+        page_size = self.page_size
+        if self.selector not in SELECTORS:
+            raise LocksError(f"--sparse-decode {self.selector!r} is unknown; legal: {', '.join(SELECTORS)}")
+        if page_size not in PAGE_SIZES:
+            raise LocksError(
+                f"--page-size {page_size} does not work with --sparse-decode; "
+                f"legal: {', '.join(map(str, PAGE_SIZES))}"
+            )
+        try:
+            _SummaryLayout.parse(self.summary, head_dim=128, page_size=page_size)
+        except ValueError:
+            raise LocksError(
+                f"--sparse-decode-summary {self.summary!r} is unknown; legal: {legal_formats()}"
+            ) from None
+        check_budget("--sparse-decode-budget", self.budget, page_size)
+        check_budget("--sparse-decode-max-budget", self.largest_budget, page_size)
+        if self.largest_budget < self.budget:
+            raise LocksError(
+                f"--sparse-decode-max-budget is {self.largest_budget}; legal: at least the budget "
+                f"({self.budget})"
+            )
+        for name in ("min_len", "audit_interval"):
+            if getattr(self, name) < 0:
+                raise LocksError(f"{flag_name(name)} is {getattr(self, name)}; legal: 0 or more")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LocksConfig:
+        return cls(**values)
+
+    @classmethod
+    def from_namespace(cls, namespace: argparse.Namespace) -> LocksConfig:
+        values: dict[str, Any] = {
+            option.name: getattr(namespace, argument_name(option.name), option.default)
+            for option in options()
+        }
+        return cls(**values)
+
+    @classmethod
+    def take_from_kwargs(cls, kwargs: dict[str, Any]) -> LocksConfig:
+        """Remove our arguments from those of ``sgl.Engine(...)`` and make the configuration."""
+        names = {argument_name(f.name): f.name for f in options()}
+        taken = {names[key]: kwargs.pop(key) for key in list(kwargs) if key in names}
+        return cls(**taken)
+
+
+def options() -> list[Field]:
+    """The fields that are options of the user, in the order of the help text."""
+    return [option for option in fields(LocksConfig) if "internal" not in option.metadata]
+
+
+def check_budget(name: str, budget: int, page_size: int) -> None:
+    """Raise LocksError unless ``budget`` is a legal number of tokens for this page size."""
+    if budget < 2 * page_size or budget % page_size:
+        raise LocksError(
+            f"{name} is {budget}; legal: a multiple of the page size ({page_size}) and at least "
+            f"two pages ({2 * page_size} tokens), for the sink page and the current page"
+        )
+
+
+def argument_name(name: str) -> str:
+    """Name of the field as a Python argument: ``budget`` -> ``sparse_decode_budget``."""
+    return "sparse_decode" if name == "selector" else f"sparse_decode_{name}"
+
+
+def flag_name(name: str) -> str:
+    """Name of the field on the command line: ``budget`` -> ``--sparse-decode-budget``."""
+    return "--" + argument_name(name).replace("_", "-")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to SGLang's parser; ``--config`` YAML files accept them too."""
+    group = parser.add_argument_group("sparse decode (locks-sglang)")
+    for option in options():
+        group.add_argument(
+            flag_name(option.name),
+            default=option.default,
+            help=_help(option),
+            **option.metadata["argparse"],
+        )
+
+
+def _help(option: Field) -> str:
+    text = option.metadata["help"]
+    shown = option.default not in (None, False) and "Default:" not in text
+    return f"{text} Default: {option.default}." if shown else text

@@ -1,0 +1,44 @@
+"""The entry point that SGLang calls in every process that loads plugins."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from . import compat
+from .activation import enable_process, inherited_config, register_hooks
+from .hooks import hooks_for
+
+
+def register() -> None:
+    """Add the flags; in a scheduler process of a sparse server, install sparse decode too.
+
+    An exception on the way to the flags is logged by SGLang and leaves it without them, so
+    that ``--sparse-decode`` is refused as unknown.  In a scheduler process the user has
+    asked for sparse decode, and anything that goes wrong ends the process.
+    """
+    hooks = hooks_for("every")
+    compat.require(compat.sglang_root(), hooks)
+    register_hooks(hooks)
+    _accept_engine_arguments()
+
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    config = inherited_config()
+    if not config.enabled:
+        return
+    try:
+        enable_process(config, "scheduler")
+    except Exception as error:
+        traceback.print_exc()
+        raise SystemExit(f"sparse decode could not start: {error}") from error
+
+
+def _accept_engine_arguments() -> None:
+    """Let ``sgl.Engine(sparse_decode=...)`` take our arguments, where the engine is imported."""
+    engine = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is None:
+        return
+    from .parent_hooks import engine_server_args_class
+
+    engine.Engine.server_args_class = engine_server_args_class(engine.Engine.server_args_class)

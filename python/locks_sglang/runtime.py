@@ -1,0 +1,208 @@
+"""SparseDecode: the state of sparse decode for one model runner, and its decode step."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from locks_kernels import ATTEND_ALL, Selection, attend, retained_mass, score_select
+
+from .config import LocksConfig
+from .policy import PolicyTable
+from .summaries import SummaryPool, bytes_per_token
+from .telemetry import Counters, PrometheusMetrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DecodeStep:
+    """What all layers of one decode step share.
+
+    Attributes:
+        page_table: int32 ``[rows, max_pages]``, a snapshot of SGLang's token table: the
+            scheduler may overwrite that one while the step still runs.
+        seq_lens: ``[rows]``, tokens of each request, the current one included.
+        budgets: int32 ``[rows]``, pages that each row may attend.
+        rids: request ids of the rows, for the trace.
+    """
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    budgets: torch.Tensor
+    rids: list[str] | None
+
+
+class SparseDecode:
+    """Summaries, per-request policy and counters of one model runner.
+
+    Args:
+        config: the configuration, with the page size of the pool.
+        pool: SGLang's MHA KV pool.
+        req_to_token_pool: SGLang's token table, ``req_to_token [slots, context]``.
+    """
+
+    def __init__(self, config: LocksConfig, pool: Any, req_to_token_pool: Any) -> None:
+        self.config = config
+        self.summaries = SummaryPool(config, pool)
+        self._token_table = req_to_token_pool.req_to_token
+        self.policy = PolicyTable(config, self._token_table.shape[0], self._token_table.device)
+        self.counters = Counters()
+        self.dense_layers: dict[int, str] = {}
+        self.sparse_layers: list[int] = []
+        self._width = config.largest_budget // config.page_size
+        self._step: DecodeStep | None = None
+        self._steps = 0
+        self._trace = open(config.trace_file, "w") if config.trace_file else None  # noqa: SIM115
+
+    def begin_step(self, forward_batch: Any) -> None:
+        """Snapshot the page table and the budgets of a decode batch."""
+        if not forward_batch.forward_mode.is_decode():
+            self._step = None
+            return
+        page_size = self.config.page_size
+        seq_lens = forward_batch.seq_lens
+        slots = forward_batch.req_pool_indices
+        tokens = -(-int(seq_lens.max()) // page_size) * page_size
+        budgets = self.policy.budgets[slots]
+        if self.config.min_len:
+            short = seq_lens < self.config.min_len
+            budgets = torch.where(short, torch.full_like(budgets, ATTEND_ALL), budgets)
+        page_table = (self._token_table[slots, :tokens:page_size] // page_size).to(torch.int32)
+        self._step = DecodeStep(page_table, seq_lens, budgets, forward_batch.rids)
+        self._steps += 1
+        self.counters.count_step(seq_lens, budgets, page_size)
+
+    def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
+        """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.
+
+        The keys and values of the current token must be in the pool already.
+        """
+        step = self._step
+        assert step is not None, "decode() outside of a decode step"
+        index = self.summaries.index(layer.layer_id)
+        keys, values = self.summaries.keys[index], self.summaries.values[index]
+        selection = score_select(
+            queries,
+            keys,
+            self.summaries.records_of(index),
+            step.page_table,
+            step.seq_lens,
+            step.budgets,
+            layer.scaling,
+            width=self._width,
+        )
+        if self._trace is not None:
+            self._write_trace(selection, step, index)
+        if self._is_audited(index):
+            self._audit(queries, keys, selection, step, layer.scaling)
+        output, _ = attend(queries, keys, values, selection, step.page_table, step.seq_lens, layer.scaling)
+        return output
+
+    def finish_forward(self, slots: torch.Tensor) -> None:
+        """Build the summaries of the pages that this forward completed."""
+        self.summaries.build(slots)
+        self.counters.count_built(slots, self.config.page_size)
+
+    def _is_audited(self, index: int) -> bool:
+        """One layer in turn every ``audit_interval`` steps, so that all layers get seen."""
+        interval = self.config.audit_interval
+        if not interval or self._steps % interval:
+            return False
+        turn = self._steps // interval % len(self.sparse_layers)
+        return self.summaries.index(self.sparse_layers[turn]) == index
+
+    def _audit(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        selection: Selection,
+        step: DecodeStep,
+        sm_scale: float,
+    ) -> None:
+        mass = retained_mass(queries, keys, selection, step.page_table, step.seq_lens, sm_scale)
+        for row in mass.mean(-1).tolist():
+            self.counters.audited_rows += 1
+            self.counters.audited_mass += row
+            if _metrics is not None:
+                _metrics.observe_mass(row)
+
+    def _write_trace(self, selection: Selection, step: DecodeStep, index: int) -> None:
+        """One JSON line a row: logical pages a KV head, None for a row that attends everything."""
+        assert self._trace is not None
+        page_size = self.config.page_size
+        lengths, counts = step.seq_lens.tolist(), selection.counts.tolist()
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            restricted = count < -(-length // page_size)
+            pages = selection.logical[row, :, :count].tolist() if restricted else None
+            rid = step.rids[row] if step.rids else None
+            line = {"rid": rid, "seq_len": length, "layer": index, "pages": pages}
+            self._trace.write(json.dumps(line) + "\n")
+        self._trace.flush()
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for the handshake and ``/server_info``."""
+        layout = self.summaries.layout
+        layers, kv_heads = len(self.summaries.keys), self.summaries.kv_heads
+        return {
+            "selector": self.config.selector,
+            "format": layout.name if layout is not None else None,
+            "budget": self.config.budget,
+            "max_budget": self.config.largest_budget,
+            "min_len": self.config.min_len,
+            "page_size": self.config.page_size,
+            "bytes_per_token": bytes_per_token(self.config, self.summaries.head_dim, kv_heads, layers),
+            "summary_bytes": self.summaries.nbytes,
+            "sparse_layers": len(self.sparse_layers),
+            "dense_layers": {str(layer): reason for layer, reason in self.dense_layers.items()},
+        }
+
+    def log_start(self, kv_bytes: int) -> None:
+        """The start-up log line."""
+        status = self.describe()
+        logger.info(
+            "Sparse decode on: selector %s, record format %s, budget %d tokens, page %d; summaries "
+            "%d bytes a token, %.3f GiB beside %.3f GiB of KV; %d layers sparse, %d dense%s",
+            status["selector"],
+            status["format"],
+            status["budget"],
+            status["page_size"],
+            status["bytes_per_token"],
+            status["summary_bytes"] / 2**30,
+            kv_bytes / 2**30,
+            status["sparse_layers"],
+            len(self.dense_layers),
+            "".join(f"; layer {layer}: {why}" for layer, why in self.dense_layers.items()),
+        )
+        if self.config.trace_file:
+            logger.warning("Sparse decode writes a trace to %s", Path(self.config.trace_file).resolve())
+
+
+_active: SparseDecode | None = None
+_metrics: PrometheusMetrics | None = None
+
+
+def activate(state: SparseDecode) -> None:
+    """Make ``state`` the one of this scheduler process."""
+    global _active
+    _active = state
+
+
+def active() -> SparseDecode | None:
+    """State of this scheduler process; None before its memory pool exists."""
+    return _active
+
+
+def set_metrics(exported: PrometheusMetrics) -> None:
+    """Export the counters of this scheduler process to Prometheus."""
+    global _metrics
+    _metrics = exported
+
+
+def metrics() -> PrometheusMetrics | None:
+    """Metrics of this scheduler process; None without ``--enable-metrics``."""
+    return _metrics

@@ -1,0 +1,162 @@
+"""Hooks of the scheduler processes: memory, summaries, decode backend, policy, telemetry."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from . import runtime
+from .activation import config_of, inherited_config
+from .backend import upgrade, why_dense
+from .config import LocksConfig, LocksError
+from .model_checks import check_model
+from .refusals import check_server_args
+from .runtime import SparseDecode
+from .summaries import bytes_per_token
+from .telemetry import PrometheusMetrics
+
+logger = logging.getLogger(__name__)
+
+
+def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+    """Charge the summaries to the bytes a token, so that SGLang sizes the pool for both."""
+    config = inherited_config()
+    if not config.enabled or kvc.is_draft_worker:
+        return result
+    check_model(kvc.model_config, config)
+    return result + bytes_per_token(config, kvc.model_config.head_dim, _local_kv_heads(kvc), num_layers)
+
+
+def _local_kv_heads(kvc: Any) -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+
+
+def profile_available_bytes(result: int, kvc: Any, pre_model_load_memory: int) -> int:
+    """Keep the workspaces of the decode step out of the KV pool's budget."""
+    return result
+
+
+def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
+    """Allocate the state beside the KV pool, after the last checks of what was resolved."""
+    if model_runner.is_draft_worker:
+        return
+    config = config_of(model_runner.server_args)
+    if config != inherited_config():
+        raise LocksError("this scheduler did not get the sparse-decode options of its server")
+    check_server_args(model_runner.server_args, config)
+    pool = model_runner.token_to_kv_pool
+    _check_pool(pool, model_runner, config)
+
+    state = SparseDecode(config, pool, model_runner.req_to_token_pool)
+    _sort_layers(state, model_runner.model)
+    charged = bytes_per_token(config, state.summaries.head_dim, state.summaries.kv_heads, pool.layer_num)
+    pages = state.summaries.keys[0].shape[0]
+    if state.summaries.nbytes > charged * config.page_size * pages:
+        raise LocksError(
+            f"summaries take {state.summaries.nbytes} bytes, but only "
+            f"{charged * config.page_size * pages} were charged to the KV pool"
+        )
+    runtime.activate(state)
+    state.log_start(sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)))
+
+
+def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
+    name = type(pool).__name__
+    if name != "MHATokenToKVPool":
+        raise LocksError(
+            f"--sparse-decode does not work with the KV pool {name} of this model (MLA, sliding-window "
+            "or hybrid); legal: models whose layers all keep K and V in one MHATokenToKVPool"
+        )
+    if model_runner.page_size != config.page_size:
+        raise LocksError(
+            f"SGLang runs with page size {model_runner.page_size}, sparse decode with {config.page_size}"
+        )
+    shape = tuple(pool._get_key_buffer(pool.start_layer).shape)
+    expected = (pool.size + pool.page_size, pool.head_num, pool.head_dim)
+    if shape != expected:
+        raise LocksError(
+            f"the K pool is {shape}, expected {expected} (NHD order); unset SGLANG_USE_HND_KVCACHE"
+        )
+
+
+def _sort_layers(state: SparseDecode, model: Any) -> None:
+    """Find out which attention layers decode sparse and why the others do not."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if not isinstance(module, RadixAttention):
+            continue
+        reason = why_dense(module)
+        if reason is None:
+            state.sparse_layers.append(module.layer_id)
+        else:
+            state.dense_layers[module.layer_id] = reason
+    if not state.sparse_layers:
+        raise LocksError(f"no attention layer of this model can decode sparse: {state.dense_layers}")
+
+
+def build_attention_backend(result: Any, *, model_runner: Any, **_: Any) -> None:
+    """Upgrade the user's attention backend in place."""
+    if model_runner.is_draft_worker:
+        return
+    state = runtime.active()
+    if state is None:
+        raise LocksError("the attention backend was built before the KV pool; sparse decode cannot start")
+    upgrade(result, state)
+
+
+def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+    """Build the summaries of the pages that this forward completed."""
+    state = runtime.active()
+    if state is None or model_runner.is_draft_worker or forward_batch.forward_mode.is_idle():
+        return
+    state.finish_forward(forward_batch.out_cache_loc)
+
+
+def alloc_requests(result: list[int] | None, pool: Any, reqs: list[Any]) -> None:
+    """Write the policy of requests that just got their slots."""
+    state = runtime.active()
+    if state is not None and result:
+        state.policy.write(result, reqs)
+
+
+def get_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """Report to the parent that this scheduler decodes sparse."""
+    state = runtime.active()
+    if state is None:
+        raise LocksError("sparse decode was asked for, but this scheduler has no state for it")
+    result["locks"] = state.describe()
+    return result
+
+
+def get_internal_state(result: Any, scheduler: Any, recv_req: Any) -> None:
+    """Add the counters to ``/server_info``."""
+    state = runtime.active()
+    if state is not None:
+        result.internal_state["locks"] = {**state.describe(), **state.counters.to_dict()}
+        _publish_metrics(state)
+
+
+def report_decode_stats(_: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """Decode log line and metrics, as often as SGLang's own."""
+    state = runtime.active()
+    if state is None or reporter.forward_ct_decode % reporter.decode_log_interval != 0:
+        return
+    if reporter.is_stats_logging_rank:
+        logger.info(state.counters.log_line())
+    _publish_metrics(state)
+
+
+def _publish_metrics(state: SparseDecode) -> None:
+    metrics = runtime.metrics()
+    if metrics is not None:
+        metrics.publish(state.counters, state.summaries.nbytes)
+
+
+def init_metrics_collector(
+    _: None, collector: Any, labels: dict[str, str], *args: Any, **kwargs: Any
+) -> None:
+    """Create the Prometheus metrics beside SGLang's, which exist before the KV pool does."""
+    runtime.set_metrics(PrometheusMetrics(labels))
