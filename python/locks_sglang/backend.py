@@ -6,7 +6,6 @@ reads dozens of attributes off it; prefill and everything else stay its own.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from .config import LocksError
@@ -15,15 +14,14 @@ from .runtime import SparseDecode
 SUPPORTED_BACKENDS = ("TorchNativeAttnBackend",)
 
 
-@cache
-def sparse_class(base: Any) -> Any:
+def make_sparse_class(base: type) -> type:
     """Subclass of an attention backend's class whose decode half is sparse.
 
     A factory and not a mix-in class: an object's class can only be swapped for one that has
     the old class as its single base.
     """
 
-    class SparseBackend(base):
+    class SparseBackend(base):  # type: ignore[valid-type, misc]
         locks: SparseDecode
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -66,7 +64,7 @@ def upgrade(backend: Any, state: SparseDecode) -> None:
             f"--sparse-decode does not work with the attention backend {original.__name__}; "
             f"legal: {', '.join(SUPPORTED_BACKENDS)}"
         )
-    backend.__class__ = sparse_class(original)
+    backend.__class__ = make_sparse_class(original)
     backend.locks = state
 
 

@@ -103,9 +103,9 @@ class PrometheusMetrics:
             if kind == "counter":
                 self._counters[name] = Counter(name, text, labelnames=labels.keys())
         gauge = "locks:summary_bytes"
-        Gauge(gauge, METRICS[gauge][1], labelnames=labels.keys(), multiprocess_mode="mostrecent").labels(
-            **labels
-        ).set(summary_bytes)
+        self._summary_bytes = Gauge(
+            gauge, METRICS[gauge][1], labelnames=labels.keys(), multiprocess_mode="mostrecent"
+        ).labels(**labels)
         mass = "locks:retained_mass"
         self._mass = Histogram(
             mass, METRICS[mass][1], labelnames=labels.keys(), buckets=_MASS_BUCKETS
