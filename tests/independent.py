@@ -97,21 +97,30 @@ def hadamard(size: int) -> np.ndarray:
     return np.array(signs) / np.sqrt(size)
 
 
-def head_scores(query: np.ndarray, keys: np.ndarray, page_size: int, selector: str, scale: float):
-    """Scores of all pages of one query head; ``keys [T, d]`` of its KV head, the last page exact.
+def records(keys: np.ndarray, page_size: int, name: str) -> list[Record]:
+    """Records of all complete pages of ``keys [T, d]``."""
+    complete = len(keys) // page_size
+    return [record(keys[page * page_size : (page + 1) * page_size], name) for page in range(complete)]
 
-    ``selector`` is ``oracle``, ``quest`` or a record format.
+
+def head_scores(
+    query: np.ndarray, keys: np.ndarray, page_size: int, scale: float, selector: str | list[Record]
+) -> np.ndarray:
+    """Scores of all pages of one query head; ``keys [T, d]`` of its KV head up to its own token.
+
+    ``selector`` is ``oracle``, ``quest``, or the records of the complete pages.  The page of the
+    query's own token has no record and is scored exactly.
     """
     scores = []
-    for start in range(0, len(keys), page_size):
-        page = keys[start : start + page_size]
-        is_current = start + page_size >= len(keys)
+    current = (len(keys) - 1) // page_size
+    for number in range(current + 1):
+        page = keys[number * page_size : (number + 1) * page_size]
         if selector == "quest":
             scores.append(envelope_bound(query, page, scale))
-        elif selector == "oracle" or is_current:
+        elif isinstance(selector, str) or number == current:
             scores.append(page_mass(query, page, scale))
         else:
-            scores.append(record(page, selector).mass(query, scale))
+            scores.append(selector[number].mass(query, scale))
     return np.array(scores)
 
 
