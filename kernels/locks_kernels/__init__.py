@@ -16,6 +16,7 @@ from .layout import (
 from .score import PageScores, score
 from .score_select import score_select
 from .select import ATTEND_ALL, Selection, select
+from .snapshot import StepTables, snapshot
 from .summarize import summarize
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "PageScores",
     "Records",
     "Selection",
+    "StepTables",
     "Summaries",
     "SummaryLayout",
     "attend",
@@ -33,5 +35,6 @@ __all__ = [
     "score",
     "score_select",
     "select",
+    "snapshot",
     "summarize",
 ]

@@ -25,7 +25,18 @@ def make_sparse_class(base: type) -> type:
         locks: SparseDecode
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
+            self.locks.end_step()
             super().init_forward_metadata(forward_batch)
+            # Some backends come through init_forward_metadata_out_graph, others do not.
+            if not self.locks.in_step:
+                self.locks.begin_step(forward_batch)
+
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+            self.locks.allocate_graph_buffers(max_bs)
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
             self.locks.begin_step(forward_batch)
 
         def forward_decode(

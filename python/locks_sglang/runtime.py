@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from locks_kernels import ATTEND_ALL, Selection, attend, retained_mass, score_select
+from locks_kernels import Selection, StepTables, attend, retained_mass, score_select, snapshot
 
 from .config import LocksConfig
 from .policy import PolicyTable
@@ -17,24 +16,6 @@ from .summaries import SummaryPool, bytes_per_token
 from .telemetry import Counters, PrometheusMetrics
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class DecodeStep:
-    """What all layers of one decode step share.
-
-    Attributes:
-        page_table: int32 ``[rows, max_pages]``, a snapshot of SGLang's token table: the
-            scheduler may overwrite that one while the step still runs.
-        seq_lens: ``[rows]``, tokens of each request, the current one included.
-        budgets: int32 ``[rows]``, pages that each row may attend.
-        rids: request ids of the rows, for the trace.
-    """
-
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    budgets: torch.Tensor
-    rids: list[str] | None
 
 
 class SparseDecode:
@@ -50,32 +31,64 @@ class SparseDecode:
         self.config = config
         self.summaries = SummaryPool(config, pool)
         self._token_table = req_to_token_pool.req_to_token
-        self.policy = PolicyTable(config, self._token_table.shape[0], self._token_table.device)
-        self.counters = Counters()
+        self.device = self._token_table.device
+        self.policy = PolicyTable(config, self._token_table.shape[0], self.device)
+        self.counters = Counters(self.device)
         self.dense_layers: dict[int, str] = {}
         self.sparse_layers: list[int] = []
         self._width = config.largest_budget // config.page_size
-        self._step: DecodeStep | None = None
+        self._buffers: StepTables | None = None
+        self._step: StepTables | None = None
+        self._rids: list[str] | None = None
         self._steps = 0
         self._trace = open(config.trace_file, "w") if config.trace_file else None  # noqa: SIM115
 
+    def allocate_graph_buffers(self, max_rows: int) -> None:
+        """Tables at fixed addresses for the decode steps that CUDA graphs replay."""
+        self._buffers = StepTables.allocate(max_rows, self._max_pages, self.device)
+
+    @property
+    def _max_pages(self) -> int:
+        return -(-self._token_table.shape[1] // self.config.page_size)
+
     def begin_step(self, forward_batch: Any) -> None:
-        """Snapshot the page table and the budgets of a decode batch."""
+        """Snapshot page table, lengths and budgets of a decode batch.
+
+        Runs outside of CUDA graphs, in the place where SGLang promises that its token table
+        is not being overwritten.
+        """
         if not forward_batch.forward_mode.is_decode():
-            self._step = None
+            self.end_step()
             return
-        page_size = self.config.page_size
-        seq_lens = forward_batch.seq_lens
-        slots = forward_batch.req_pool_indices
-        tokens = -(-int(seq_lens.max()) // page_size) * page_size
-        budgets = self.policy.budgets[slots]
-        if self.config.min_len:
-            short = seq_lens < self.config.min_len
-            budgets = torch.where(short, torch.full_like(budgets, ATTEND_ALL), budgets)
-        page_table = (self._token_table[slots, :tokens:page_size] // page_size).to(torch.int32)
-        self._step = DecodeStep(page_table, seq_lens, budgets, forward_batch.rids)
+        self._step = self._tables(forward_batch)
+        self._rids = getattr(forward_batch, "rids", None)
         self._steps += 1
-        self.counters.count_step(seq_lens, budgets, page_size)
+        snapshot(
+            self._token_table,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            self.policy.budgets,
+            self._step,
+            self.counters.step,
+            page_size=self.config.page_size,
+            min_len=self.config.min_len,
+        )
+
+    @property
+    def in_step(self) -> bool:
+        return self._step is not None
+
+    def end_step(self) -> None:
+        self._step = None
+
+    def _tables(self, forward_batch: Any) -> StepTables:
+        rows = len(forward_batch.req_pool_indices)
+        if self._buffers is not None and rows <= len(self._buffers.seq_lens):
+            return self._buffers.rows(rows)
+        # On a GPU the longest request is not known without waiting for it.
+        on_cpu = self.device.type == "cpu"
+        longest = int(forward_batch.seq_lens.max()) if on_cpu else self._token_table.shape[1]
+        return StepTables.allocate(rows, -(-longest // self.config.page_size), self.device)
 
     def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
         """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.
@@ -121,7 +134,7 @@ class SparseDecode:
         queries: torch.Tensor,
         keys: torch.Tensor,
         selection: Selection,
-        step: DecodeStep,
+        step: StepTables,
         sm_scale: float,
     ) -> None:
         mass = retained_mass(queries, keys, selection, step.page_table, step.seq_lens, sm_scale)
@@ -131,7 +144,7 @@ class SparseDecode:
             if _metrics is not None:
                 _metrics.observe_mass(row)
 
-    def _write_trace(self, selection: Selection, step: DecodeStep, index: int) -> None:
+    def _write_trace(self, selection: Selection, step: StepTables, index: int) -> None:
         """One JSON line a row: logical pages a KV head, None for a row that attends everything."""
         assert self._trace is not None
         page_size = self.config.page_size
@@ -139,7 +152,7 @@ class SparseDecode:
         for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             restricted = count < -(-length // page_size)
             pages = selection.logical[row, :, :count].tolist() if restricted else None
-            rid = step.rids[row] if step.rids else None
+            rid = self._rids[row] if self._rids else None
             line = {"rid": rid, "seq_len": length, "layer": index, "pages": pages}
             self._trace.write(json.dumps(line) + "\n")
         self._trace.flush()

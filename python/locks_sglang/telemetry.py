@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from locks_kernels.snapshot import COUNTERS
 
 # Prometheus metrics: name -> (kind, help).  docs/reference.md lists them; a test compares.
 METRICS = {
@@ -26,48 +26,43 @@ METRICS = {
 _MASS_BUCKETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 1.0)
 
 
-@dataclass
 class Counters:
-    """Totals since the start of the server."""
+    """Totals since the start of the server.
 
-    rows_sparse: int = 0
-    rows_dense: int = 0
-    pages_attended: int = 0
-    pages_available: int = 0
-    summaries_built: int = 0
-    audited_rows: int = 0
-    audited_mass: float = 0.0
-    _reported: dict[str, int] = field(default_factory=dict, repr=False)
+    Counted on the device of the pool, inside the steps, and read back only when somebody
+    asks: reading every step would cost a host synchronisation.
+    """
 
-    def count_step(self, seq_lens: torch.Tensor, budgets: torch.Tensor, page_size: int) -> None:
-        """Count the rows and pages of one decode step; ``seq_lens`` and ``budgets`` are ``[rows]``."""
-        available = (seq_lens.long() + page_size - 1) // page_size
-        attended = torch.minimum(available, budgets.long())
-        sparse = int((attended < available).sum())
-        self.rows_sparse += sparse
-        self.rows_dense += len(available) - sparse
-        self.pages_attended += int(attended.sum())
-        self.pages_available += int(available.sum())
+    def __init__(self, device: torch.device | str) -> None:
+        self.step = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        self._built = torch.zeros(1, dtype=torch.int64, device=device)
+        self.audited_rows = 0
+        self.audited_mass = 0.0
+        self._reported: dict[str, int] = {}
 
     def count_built(self, slots: torch.Tensor, page_size: int) -> None:
-        self.summaries_built += int((slots % page_size == page_size - 1).sum())
+        """Count the pages that the writes to ``slots`` completed."""
+        self._built += (slots % page_size == page_size - 1).sum()
 
     @property
     def retained_mass(self) -> float | None:
         """Mean retained mass of the audited rows; None before the first audit."""
         return self.audited_mass / self.audited_rows if self.audited_rows else None
 
+    def totals(self) -> dict[str, int]:
+        """The counters that Prometheus exports, by the name of their metric."""
+        values = torch.cat([self.step, self._built]).tolist()
+        return dict(zip((*COUNTERS, "summaries_built"), values, strict=True))
+
     def to_dict(self) -> dict[str, Any]:
-        return {
-            **self.totals(),
-            "audited_rows": self.audited_rows,
-            "retained_mass": self.retained_mass,
-        }
+        audit = {"audited_rows": self.audited_rows, "retained_mass": self.retained_mass}
+        return {**self.totals(), **audit}
 
     def log_line(self) -> str:
         """Text of the decode log line, over the time since the last one."""
-        since = {name: value - self._reported.get(name, 0) for name, value in self.totals().items()}
-        self._reported = self.totals()
+        totals = self.totals()
+        since = {name: value - self._reported.get(name, 0) for name, value in totals.items()}
+        self._reported = totals
         available = since["pages_available"]
         share = 100 * since["pages_attended"] / available if available else 100.0
         mass = self.retained_mass
@@ -77,16 +72,6 @@ class Counters:
             f"pages attended: {since['pages_attended']} of {available} ({share:.1f} %), "
             f"#summary: {since['summaries_built']}{audit}"
         )
-
-    def totals(self) -> dict[str, int]:
-        """The counters that Prometheus exports, by the name of their metric."""
-        return {
-            "rows_sparse": self.rows_sparse,
-            "rows_dense": self.rows_dense,
-            "pages_attended": self.pages_attended,
-            "pages_available": self.pages_available,
-            "summaries_built": self.summaries_built,
-        }
 
 
 class PrometheusMetrics:
