@@ -6,6 +6,7 @@ import torch
 
 from .reference import attend_pages
 from .select import Selection
+from .workspace import Workspace
 
 
 def attend(
@@ -17,6 +18,8 @@ def attend(
     seq_lens: torch.Tensor,
     sm_scale: float,
     v_scale: float = 1.0,
+    *,
+    workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention of one query a request over its selected pages.
 
@@ -28,6 +31,7 @@ def attend(
         seq_lens: int ``[rows]``; the current page holds ``(seq_len - 1) % B + 1`` tokens.
         sm_scale: softmax scale, times the K scale of a scaled fp8 pool.
         v_scale: scale of the values, for a scaled fp8 pool.
+        workspace: buffers of the GPU implementations; the torch path needs none.
 
     Returns:
         output ``[rows, q_heads, d]`` in the dtype of the queries, and fp32 LSE

@@ -7,6 +7,7 @@ import torch
 from .layout import Records
 from .score import score
 from .select import Selection, select
+from .workspace import Workspace
 
 
 def score_select(
@@ -19,10 +20,12 @@ def score_select(
     sm_scale: float,
     *,
     width: int,
+    workspace: Workspace | None = None,
 ) -> Selection:
     """Choose the pages of every (request, KV head) for one decode step of one layer.
 
-    Arguments as in :func:`locks_kernels.score.score` and :func:`locks_kernels.select.select`.
+    Arguments as in :func:`locks_kernels.score.score` and :func:`locks_kernels.select.select`;
+    ``workspace`` holds the buffers of the GPU implementations, the torch path needs none.
     """
     page_size, kv_heads = keys.shape[1], keys.shape[2]
     present = (seq_lens + page_size - 1) // page_size

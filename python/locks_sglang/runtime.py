@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from locks_kernels import Selection, StepTables, attend, retained_mass, score_select, snapshot
 
+from .buffers import Geometry, StepBuffers
 from .config import LocksConfig
 from .policy import PolicyTable
 from .summaries import SummaryPool, bytes_per_token
@@ -25,9 +26,10 @@ class SparseDecode:
         config: the configuration, with the page size of the pool.
         pool: SGLang's MHA KV pool.
         req_to_token_pool: SGLang's token table, ``req_to_token [slots, context]``.
+        q_heads: query heads of a layer on this rank.
     """
 
-    def __init__(self, config: LocksConfig, pool: Any, req_to_token_pool: Any) -> None:
+    def __init__(self, config: LocksConfig, pool: Any, req_to_token_pool: Any, q_heads: int) -> None:
         self.config = config
         self.summaries = SummaryPool(config, pool)
         self._token_table = req_to_token_pool.req_to_token
@@ -37,19 +39,26 @@ class SparseDecode:
         self.dense_layers: dict[int, str] = {}
         self.sparse_layers: list[int] = []
         self._width = config.largest_budget // config.page_size
-        self._buffers: StepTables | None = None
+        self._q_heads = q_heads
+        self._buffers: StepBuffers | None = None
         self._step: StepTables | None = None
         self._rids: list[str] | None = None
         self._steps = 0
         self._trace = open(config.trace_file, "w") if config.trace_file else None  # noqa: SIM115
 
-    def allocate_graph_buffers(self, max_rows: int) -> None:
-        """Tables at fixed addresses for the decode steps that CUDA graphs replay."""
-        self._buffers = StepTables.allocate(max_rows, self._max_pages, self.device)
+    def allocate_buffers(self, max_rows: int) -> None:
+        """Tables and workspace at fixed addresses, as CUDA graphs need them."""
+        self._buffers = StepBuffers.allocate(self.geometry, max_rows, self.device)
 
     @property
-    def _max_pages(self) -> int:
-        return -(-self._token_table.shape[1] // self.config.page_size)
+    def geometry(self) -> Geometry:
+        return Geometry(
+            q_heads=self._q_heads,
+            kv_heads=self.summaries.kv_heads,
+            head_dim=self.summaries.head_dim,
+            max_pages=-(-self._token_table.shape[1] // self.config.page_size),
+            width=self._width,
+        )
 
     def begin_step(self, forward_batch: Any) -> None:
         """Snapshot page table, lengths and budgets of a decode batch.
@@ -83,12 +92,14 @@ class SparseDecode:
 
     def _tables(self, forward_batch: Any) -> StepTables:
         rows = len(forward_batch.req_pool_indices)
-        if self._buffers is not None and rows <= len(self._buffers.seq_lens):
-            return self._buffers.rows(rows)
-        # On a GPU the longest request is not known without waiting for it.
-        on_cpu = self.device.type == "cpu"
-        longest = int(forward_batch.seq_lens.max()) if on_cpu else self._token_table.shape[1]
-        return StepTables.allocate(rows, -(-longest // self.config.page_size), self.device)
+        if self.device.type == "cpu":
+            pages = -(-int(forward_batch.seq_lens.max()) // self.config.page_size)
+            return StepTables.allocate(rows, pages, self.device)
+        if self._buffers is None or rows > self._buffers.max_rows:
+            # Eager decode: no graph holds the old addresses of a batch this large.
+            self.allocate_buffers(1 << (rows - 1).bit_length())
+        assert self._buffers is not None
+        return self._buffers.tables.rows(rows)
 
     def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
         """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.
@@ -99,6 +110,7 @@ class SparseDecode:
         assert step is not None, "decode() outside of a decode step"
         index = self.summaries.index(layer.layer_id)
         keys, values = self.summaries.keys[index], self.summaries.values[index]
+        workspace = self._buffers.workspace if self._buffers is not None else None
         selection = score_select(
             queries,
             keys,
@@ -108,6 +120,7 @@ class SparseDecode:
             step.budgets,
             layer.scaling,
             width=self._width,
+            workspace=workspace,
         )
         if self._trace is not None:
             self._write_trace(selection, step, index)

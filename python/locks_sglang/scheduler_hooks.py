@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from . import runtime
 from .activation import config_of, inherited_config
 from .backend import upgrade, why_dense
+from .buffers import Geometry, price
 from .config import LocksConfig, LocksError
 from .model_checks import check_model
 from .refusals import check_server_args
@@ -16,6 +19,8 @@ from .summaries import bytes_per_token
 from .telemetry import PrometheusMetrics
 
 logger = logging.getLogger(__name__)
+
+POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -27,15 +32,41 @@ def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int)
     return result + bytes_per_token(config, kvc.model_config.head_dim, _local_kv_heads(kvc), num_layers)
 
 
-def _local_kv_heads(kvc: Any) -> int:
+def profile_available_bytes(result: int, kvc: Any, pre_model_load_memory: int) -> int:
+    """Keep the buffers of the decode step out of the KV pool's budget."""
+    config = inherited_config()
+    if not config.enabled or kvc.is_draft_worker or str(kvc.device) == "cpu":
+        return result
+    model = kvc.model_config
+    geometry = Geometry(
+        q_heads=model.num_attention_heads // _attention_ranks(),
+        kv_heads=_local_kv_heads(kvc),
+        head_dim=model.head_dim,
+        # SGLang's token table is a few tokens wider than the context.
+        max_pages=model.context_len // config.page_size + 2,
+        width=config.largest_budget // config.page_size,
+    )
+    return result - price(geometry, _largest_graph(kvc.server_args))
+
+
+def _largest_graph(server_args: Any) -> int:
+    """Rows of the largest decode batch that gets a CUDA graph; 0 without graphs."""
+    graphs = getattr(server_args, "cuda_graph_config", None)
+    if graphs is None:
+        from sglang.srt import runtime_context
+
+        graphs = runtime_context.get_exec().graph.cuda_graph_config
+    return (graphs.decode.max_bs if graphs is not None else 0) or 0
+
+
+def _attention_ranks() -> int:
     from sglang.srt.runtime_context import get_parallel
 
-    return kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+    return get_parallel().attn_tp_size
 
 
-def profile_available_bytes(result: int, kvc: Any, pre_model_load_memory: int) -> int:
-    """Keep the workspaces of the decode step out of the KV pool's budget."""
-    return result
+def _local_kv_heads(kvc: Any) -> int:
+    return kvc.model_config.get_num_kv_heads(_attention_ranks())
 
 
 def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
@@ -49,7 +80,8 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
     pool = model_runner.token_to_kv_pool
     _check_pool(pool, model_runner, config)
 
-    state = SparseDecode(config, pool, model_runner.req_to_token_pool)
+    q_heads = model_runner.model_config.num_attention_heads // _attention_ranks()
+    state = SparseDecode(config, pool, model_runner.req_to_token_pool, q_heads)
     _sort_layers(state, model_runner.model)
     charged = bytes_per_token(config, state.summaries.head_dim, state.summaries.kv_heads, pool.layer_num)
     pages = state.summaries.keys[0].shape[0]
@@ -59,6 +91,7 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
             f"{charged * config.page_size * pages} were charged to the KV pool"
         )
     runtime.activate(state)
+    model_runner.capture_tail_hooks.append(_build_in_graph)
     state.log_start(sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)))
 
 
@@ -68,6 +101,12 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
         raise LocksError(
             f"--sparse-decode does not work with the KV pool {name} of this model (MLA, sliding-window "
             "or hybrid); legal: models whose layers all keep K and V in one MHATokenToKVPool"
+        )
+    _check_allocators(model_runner)
+    if pool.dtype not in POOL_DTYPES:
+        raise LocksError(
+            f"--sparse-decode does not work with a KV pool of {pool.dtype} (resolved from --kv-cache-dtype "
+            f"or the model's config); legal: {', '.join(map(str, POOL_DTYPES))}"
         )
     if model_runner.page_size != config.page_size:
         raise LocksError(
@@ -79,6 +118,17 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
         raise LocksError(
             f"the K pool is {shape}, expected {expected} (NHD order); unset SGLANG_USE_HND_KVCACHE"
         )
+
+
+def _check_allocators(model_runner: Any) -> None:
+    """Other kinds than these number pages or hand out request slots in another way."""
+    for attribute, legal in (
+        ("token_to_kv_pool_allocator", "PagedTokenToKVPoolAllocator"),
+        ("req_to_token_pool", "ReqToTokenPool"),
+    ):
+        name = type(getattr(model_runner, attribute)).__name__
+        if name != legal:
+            raise LocksError(f"--sparse-decode does not work with the {name} of this server; legal: {legal}")
 
 
 def _sort_layers(state: SparseDecode, model: Any) -> None:
@@ -107,10 +157,20 @@ def build_attention_backend(result: Any, *, model_runner: Any, **_: Any) -> None
     upgrade(result, state)
 
 
-def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-    """Build the summaries of the pages that this forward completed."""
+def _build_in_graph(runner: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:
+    """Tail of a captured decode step: the graph builds the summaries itself at every replay."""
     state = runtime.active()
-    if state is None or model_runner.is_draft_worker or forward_batch.forward_mode.is_idle():
+    assert state is not None
+    state.finish_forward(forward_batch.out_cache_loc)
+
+
+def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+    """Build the summaries of the pages that a forward outside of the decode graphs completed."""
+    state = runtime.active()
+    mode = forward_batch.forward_mode
+    if state is None or model_runner.is_draft_worker or mode.is_idle():
+        return
+    if mode.is_decode() and output.can_run_graph:
         return
     state.finish_forward(forward_batch.out_cache_loc)
 
