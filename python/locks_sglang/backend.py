@@ -11,7 +11,7 @@ from typing import Any
 from .config import LocksError
 from .runtime import SparseDecode
 
-SUPPORTED_BACKENDS = ("TorchNativeAttnBackend",)
+SUPPORTED_BACKENDS = ("FlashAttentionBackend", "FlashInferAttnBackend", "TorchNativeAttnBackend")
 
 
 def make_sparse_class(base: type) -> type:
@@ -26,7 +26,8 @@ def make_sparse_class(base: type) -> type:
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             self.locks.end_step()
-            super().init_forward_metadata(forward_batch)
+            if self._plans_itself(forward_batch):
+                super().init_forward_metadata(forward_batch)
             # Some backends come through init_forward_metadata_out_graph, others do not.
             if not self.locks.in_step:
                 self.locks.begin_step(forward_batch)
@@ -36,8 +37,13 @@ def make_sparse_class(base: type) -> type:
             self.locks.allocate_buffers(max_bs)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            if self._plans_itself(forward_batch):
+                super().init_forward_metadata_out_graph(forward_batch, in_capture)
             self.locks.begin_step(forward_batch)
+
+        def _plans_itself(self, forward_batch: Any) -> bool:
+            """A decode step without dense layers never runs the backend's own decode kernel."""
+            return bool(self.locks.dense_layers) or not forward_batch.forward_mode.is_decode()
 
         def forward_decode(
             self,

@@ -1,0 +1,302 @@
+"""Complete decode steps of SGLang, dense and sparse, in one run.
+
+    python benchmark/decode_step.py --model-path MODEL --load-format dummy
+
+Every variant runs in a process of its own, one after another, on the same GPU: the model
+runner of SGLang with its CUDA graphs, driven directly, so that the step is all that is
+measured.  A long context need not be prefilled: the pool is filled with keys and values that
+differ by layer, head and page, and the summaries are built by the product's own path.
+``--prefill`` really prefills, to prove that this gives the same step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import results_file
+
+GRID = "1x16384,1x32768,1x65536,1x131072,1x262144,1x524288,1x1000000,4x262144,8x131072,16x65536,32x32768"
+VARIANTS = "dense:fa3,dense:flashinfer,locks:r4i4,locks:r8i4"
+WARM_UP = 6
+SEED = 7
+
+
+def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--variants", default=VARIANTS, help="dense:BACKEND or SELECTOR:FORMAT[:BACKEND], ..."
+    )
+    parser.add_argument("--grid", default=GRID, help="BATCHxCONTEXT, ...")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps a case; the median counts")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
+    parser.add_argument("--prefill", action="store_true", help="really prefill, in chunks of 8192 tokens")
+    parser.add_argument("--profile", action="store_true", help="add a list of kernels for every case")
+    parser.add_argument("--out", type=Path, help="folder of the result file")
+    parser.add_argument("--machine-name", default="h200")
+    parser.add_argument("--commit", help="commit to write down where git is not there")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_known_args(argv)
+
+
+def main() -> int:
+    arguments, server_flags = parse_arguments()
+    if arguments.child:
+        return run_child(arguments, server_flags)
+    rows: list[dict[str, Any]] = []
+    for number, variant in enumerate(arguments.variants.split(","), 1):
+        print(f"[{number}/{len(arguments.variants.split(','))}] {variant}", flush=True)
+        rows += run_variant(variant)
+    print_table(rows)
+    path = results_file.write(
+        "decode_step",
+        rows,
+        machine_name=arguments.machine_name,
+        out=arguments.out,
+        made_from=arguments.commit,
+        copy_tb_s=results_file.copy_rate_tb_s(),
+    )
+    print(f"written to {path}")
+    return 0 if rows else 1
+
+
+def run_variant(variant: str) -> list[dict[str, Any]]:
+    """Run one variant in its own process; its rows come as JSON lines on its output."""
+    command = [sys.executable, __file__, "--child", variant, *sys.argv[1:]]
+    rows = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("ROW "):
+                rows.append(json.loads(line[4:]))
+                print(
+                    "  ", rows[-1]["batch"], "x", rows[-1]["context"], rows[-1]["step_ms"], "ms", flush=True
+                )
+            else:
+                print(line, end="", flush=True)
+    if child.returncode:
+        print(f"{variant} ended with status {child.returncode}; its missing rows are not in the table")
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Step times, and the ratio of the faster dense backend to each sparse variant."""
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    cases = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
+    found = {(row["variant"], row["batch"], row["context"]): row["step_ms"] for row in rows}
+    print(f"\n{'batch x context':>18}" + "".join(f"{name:>18}" for name in names))
+    for batch, context in cases:
+        times = {name: found.get((name, batch, context)) for name in names}
+        dense = [t for name, t in times.items() if t and name.startswith("dense")]
+        cells = []
+        for name, t in times.items():
+            ratio = f" {min(dense) / t:.2f}x" if t and dense and not name.startswith("dense") else ""
+            cells.append(f"{t:.3f} ms{ratio}" if t else "-")
+        print(f"{batch:>6} x {context:<9}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
+    kind, _, rest = arguments.child.partition(":")
+    form, _, backend = rest.partition(":")
+    dense = kind == "dense"
+    backend = form if dense else backend or "fa3"
+    grid = [tuple(map(int, case.split("x"))) for case in arguments.grid.split(",")]
+    flags = ["--attention-backend", backend, "--page-size", "16", *server_flags]
+    if not dense:
+        flags += ["--sparse-decode", kind, "--sparse-decode-summary", form]
+        flags += ["--sparse-decode-budget", str(arguments.budget)]
+
+    runner, config = start_runner(flags, [batch for batch, _ in grid])
+    fill_pool(runner)
+    for batch, context in grid:
+        row = {
+            "variant": arguments.child,
+            "backend": backend if dense else kind,
+            "format": None if dense else form,
+            "budget": None if dense else arguments.budget,
+            "model": Path(runner.server_args.model_path).name,
+            "context": context,
+            "batch": batch,
+            "tp": 1,
+            "fill": "prefill" if arguments.prefill else "synthetic",
+        }
+        if batch * (context + WARM_UP + arguments.steps + 64) > runner.max_total_num_tokens:
+            print(f"{batch} x {context} does not fit into {runner.max_total_num_tokens} tokens; not run")
+            continue
+        row |= measure(runner, batch, context, arguments)
+        print("ROW " + json.dumps(row), flush=True)
+    return 0
+
+
+def start_runner(flags: list[str], batches: list[int]) -> tuple[Any, Any]:
+    """SGLang's model runner with pools and graphs, as its own benchmark drives it."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.benchmark import one_batch
+    from sglang.srt.entrypoints.engine import _set_envs_and_config
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    sizes = [str(size) for size in sorted(set(batches))]
+    flags = [*flags, "--cuda-graph-bs", *sizes, "--max-running-requests", str(max(batches) + 1)]
+    server_args = prepare_server_args([*flags, "--disable-prefill-cuda-graph"])
+    from locks_sglang.activation import config_of, enable_process
+
+    config = config_of(server_args)
+    if config.enabled:
+        enable_process(config, "scheduler")
+    _set_envs_and_config(server_args)
+    runner, _ = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)
+    return runner.torch_runner, config
+
+
+def fill_pool(runner: Any) -> None:
+    """Keys and values that differ by layer, head and page, and by token within it."""
+    import torch
+
+    pool = runner.token_to_kv_pool
+    generator = torch.Generator(device=runner.device).manual_seed(SEED)
+    for layer, buffers in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
+        for buffer in buffers:
+            for part in buffer.split(1 << 18):
+                heads = torch.arange(1, part.shape[1] + 1, device=part.device).view(1, -1, 1)
+                noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=part.dtype)
+                pages = noise[::16].repeat_interleave(16, 0)[: len(part)]
+                part.copy_((noise + pages) * (1 + 0.1 * heads / len(heads[0])) + 0.01 * layer)
+
+
+def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Median step time of one case."""
+    import torch
+    from sglang.benchmark import one_batch
+
+    runner.req_to_token_pool.clear()
+    runner.token_to_kv_pool_allocator.clear()
+    with torch.no_grad():
+        batch, extra = (
+            prefilled(runner, batch_size, context)
+            if arguments.prefill
+            else filled(runner, batch_size, context)
+        )
+        tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
+        times = []
+        for step in range(WARM_UP + arguments.steps):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            tokens, _ = one_batch.decode(tokens, batch, runner)
+            torch.cuda.synchronize()
+            if step >= WARM_UP:
+                times.append(1e3 * (time.perf_counter() - start))
+        if arguments.profile:
+            extra["kernels"] = profile(runner, tokens, batch)
+    return {
+        "step_ms": round(statistics.median(times), 4),
+        "step_ms_min": round(min(times), 4),
+        "step_ms_max": round(max(times), 4),
+        **extra,
+    }
+
+
+def make_batch(runner: Any, batch_size: int, context: int) -> tuple[Any, list[Any]]:
+    """A batch of requests of random tokens; its KV slots are allocated by ``prepare_for_extend``."""
+    from sglang.benchmark.one_batch import TreeCacheNamespace
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    requests = []
+    for number in range(batch_size):
+        ids = array("q", [(token * 7919 + number) % 10000 for token in range(context)])
+        parameters = SamplingParams(temperature=0, max_new_tokens=1024)
+        request = Req(
+            rid=str(number), origin_input_text="", origin_input_ids=ids, sampling_params=parameters
+        )
+        request.full_untruncated_fill_ids = request.origin_input_ids
+        request.logprob_start_len = -1
+        requests.append(request)
+    tree = TreeCacheNamespace(
+        page_size=runner.server_args.page_size,
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+    )
+    batch = ScheduleBatch.init_new(
+        reqs=requests,
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        tree_cache=tree,
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    return batch, requests
+
+
+def filled(runner: Any, batch_size: int, context: int) -> tuple[Any, dict[str, Any]]:
+    """A batch whose keys and values are already in the pool; only its summaries are built."""
+    import torch
+    from locks_sglang import runtime
+
+    batch, requests = make_batch(runner, batch_size, context)
+    for request in requests:
+        request.set_extend_range(0, context)
+    batch.prepare_for_extend()
+    state = runtime.active()
+    if state is None:
+        return batch, {}
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    state.finish_forward(batch.out_cache_loc)
+    torch.cuda.synchronize()
+    return batch, {"summaries_ms": round(1e3 * (time.perf_counter() - start), 3)}
+
+
+def prefilled(runner: Any, batch_size: int, context: int, chunk: int = 8192) -> tuple[Any, dict[str, Any]]:
+    """A batch that was really prefilled, a chunk at a time."""
+    import torch
+    from sglang.benchmark import one_batch
+
+    _, requests = make_batch(runner, batch_size, context)
+    start = time.perf_counter()
+    batch = None
+    for done in range(0, context, chunk):
+        for request in requests:
+            if done:
+                row = runner.req_to_token_pool.req_to_token[request.req_pool_idx, :done]
+                request.prefix_indices = row.to(torch.int64)
+            request.set_extend_range(done, min(done + chunk, context))
+        _, _, batch = one_batch.extend(requests, runner)
+    torch.cuda.synchronize()
+    return batch, {"prefill_ms": round(1e3 * (time.perf_counter() - start), 1)}
+
+
+def profile(runner: Any, tokens: Any, batch: Any, steps: int = 3) -> list[dict[str, Any]]:
+    """Kernels of a step: name, launches and microseconds, the longest first."""
+    import torch
+    from sglang.benchmark import one_batch
+
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as recorded:
+        for _ in range(steps):
+            tokens, _ = one_batch.decode(tokens, batch, runner)
+        torch.cuda.synchronize()
+    kernels = [e for e in recorded.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    return [
+        {
+            "kernel": event.key[:120],
+            "launches_per_step": round(event.count / steps, 2),
+            "us_per_step": round(event.self_device_time_total / steps, 2),
+        }
+        for event in kernels[:40]
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
