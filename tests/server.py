@@ -29,20 +29,11 @@ from prometheus_client.parser import text_string_to_metric_families
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 300.0
 # A pool like the CPU's, so that the tests which fill it behave alike.
-GPU_FLAGS = tuple(
-    [
-        "--page-size",
-        "16",
-        "--max-total-tokens",
-        "16384",
-        "--cuda-graph-max-bs",
-        "4",
-        "--enable-cache-report",
-    ]
-)
+GPU_FLAGS = ("--page-size", "16", "--max-total-tokens", "16384", "--cuda-graph-max-bs", "4")
 # Two servers may be up at once: an idle one has to leave the cores to the other.
-COMMON_FLAGS = tuple(
-    ["--enable-metrics", "--sleep-on-idle", "--skip-server-warmup", "--max-running-requests", "16"]
+COMMON_FLAGS = (
+    *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle", "--skip-server-warmup"),
+    *("--max-running-requests", "16"),
 )
 
 

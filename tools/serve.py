@@ -1,8 +1,8 @@
-"""Serve a model with sparse decode and show that it works: one question about a document, and what was read.
+"""Serve a model with sparse decode and show that it works: one question about a document, what was read.
 
 Starts ``python -m sglang.launch_server --sparse-decode locks``, waits until it is healthy, asks about
-docs/demo/handbook.md (2,400 tokens) with a budget of 512, prints the answer and what was selected, and serves
-until Ctrl-C. Options after ``--`` go to SGLang as they are. ``make serve`` runs this.
+docs/demo/handbook.md (2,400 tokens) with a budget of 512, prints the answer and what was selected, and
+serves until Ctrl-C. Options after ``--`` go to SGLang as they are. ``make serve`` runs this.
 """
 
 import argparse
@@ -143,10 +143,8 @@ def show_answer(url: str) -> None:
     for piece, usage_now in stream_chat(url, QUESTION):
         print(piece, end="", flush=True)
         usage = usage_now or usage
-    print(
-        f"\n          {usage.get('prompt_tokens')} prompt tokens, {usage.get('completion_tokens')} generated,"
-    )
-    print(f"          {time.monotonic() - begun:.1f} s in all, most of it prefill\n")
+    counts = f"{usage.get('prompt_tokens')} prompt tokens, {usage.get('completion_tokens')} generated"
+    print(f"\n          {counts}, {time.monotonic() - begun:.1f} s in all\n")
     show_selection(before, locks_section(url))
 
 
