@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from .config import LocksError
 from .hooks import HOOKS, Hook
-from .refusals import REFUSALS
+from .refusals import REFUSALS, REFUSED_VARIABLES
 
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
+UNKNOWN = "unknown"
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -38,10 +40,23 @@ _FIELDS = (
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
         ("forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc", "rids"),
     ),
+    ("sglang.srt.entrypoints.engine.Engine", ("server_args_class",)),
+    ("sglang.srt.entrypoints.engine.SchedulerInitResult", ("scheduler_infos",)),
 )
 _ASSIGNED = (
     ("sglang.srt.model_executor.model_runner.ModelRunner", ("capture_tail_hooks", "page_size")),
     ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", ("req_to_token",)),
+    (
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
+        ("forward_ct_decode", "decode_log_interval", "is_stats_logging_rank"),
+    ),
+    (
+        "sglang.srt.layers.radix_attention.RadixAttention",
+        (
+            *("layer_id", "tp_q_head_num", "head_dim", "v_head_dim", "scaling", "sliding_window_size"),
+            *("logit_cap", "is_cross_attention", "use_irope", "attn_type", "xai_temperature_len"),
+        ),
+    ),
 )
 
 
@@ -67,7 +82,7 @@ def sglang_version() -> str:
     try:
         return version("sglang")
     except PackageNotFoundError:
-        return "unknown"
+        return UNKNOWN
 
 
 def check_version(found: str, allow_untested: bool) -> None:
@@ -93,7 +108,7 @@ def run_checks(root: Path, hooks: tuple[Hook, ...] = HOOKS) -> list[Check]:
             checks.append(
                 Check(target, f"{kind}s {', '.join(wanted)}", not missing, _list_missing(missing))
             )
-    return [*checks, _check_server_args_fields(root)]
+    return [*checks, _check_server_args_fields(root), _check_environment(root)]
 
 
 def require(root: Path, hooks: tuple[Hook, ...] = HOOKS) -> None:
@@ -126,10 +141,10 @@ def _check_hook(root: Path, hook: Hook) -> Check:
 
 def _check_server_args_fields(root: Path) -> Check:
     """Every refused option must exist, or its refusal would silently never apply."""
-    wanted = {"page_size", *(refusal.field for refusal in REFUSALS)}
+    wanted = {"page_size", *(row.field for row in REFUSALS if _is_in(root, row.since))}
     found = _field_names(root, "sglang.srt.server_args.ServerArgs")
     for path in sorted((root / "sglang/srt/arg_groups/fields").glob("*.py")):
-        for node in ast.walk(_parse(path)):
+        for node in ast.walk(_parse(path.resolve())):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
     missing = sorted(wanted - found)
@@ -138,11 +153,42 @@ def _check_server_args_fields(root: Path) -> Check:
     )
 
 
+def _check_environment(root: Path) -> Check:
+    name = "sglang.srt.environ.Envs"
+    found = _class_of(root, name)
+    targets = (
+        [t for node in found.body if isinstance(node, ast.Assign) for t in node.targets] if found else []
+    )
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    wanted = [row.name for row in REFUSED_VARIABLES if _is_in(root, row.since)]
+    missing = [variable for variable in wanted if variable not in names]
+    return Check(name, "refused environment variables", not missing, _list_missing(missing))
+
+
+def _is_in(root: Path, since: str) -> bool:
+    """Whether the sources below ``root`` are of version ``since`` or later; unknown ones count as later."""
+    found = version_of_sources(root)
+    return found == UNKNOWN or _release(found) >= _release(since)
+
+
+def version_of_sources(root: Path) -> str:
+    """Version that the sources below ``root`` state, ``unknown`` where they state none."""
+    path = root / "sglang" / "_version.py"
+    match = (
+        re.search(r"^__version__ = version = '([^']+)'", path.read_text(), re.M) if path.is_file() else None
+    )
+    return match[1] if match else UNKNOWN
+
+
+def _release(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", number)[:3])
+
+
 def _list_missing(names: list[str]) -> str:
     return f"missing: {', '.join(names)}" if names else ""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -154,7 +200,7 @@ def _module_file(root: Path, dotted: str) -> tuple[Path | None, list[str]]:
         base = root.joinpath(*parts[:length])
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file():
-                return path, parts[length:]
+                return path.resolve(), parts[length:]
     return None, []
 
 

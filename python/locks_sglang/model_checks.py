@@ -21,6 +21,11 @@ def check_model(model_config: Any, config: LocksConfig) -> None:
         )
     if getattr(model_config, "is_encoder_decoder", False):
         raise LocksError("--sparse-decode does not work with encoder-decoder models; legal: decoders")
+    if not getattr(model_config, "is_generation", True):
+        raise LocksError(
+            "--sparse-decode does not work with embedding and reward models, which never decode; "
+            "legal: generation models"
+        )
     head_dim = model_config.head_dim
     if head_dim not in HEAD_DIMS:
         raise LocksError(

@@ -68,6 +68,12 @@ def verify_sampling_params(_: None, params: Any, vocab_size: int) -> None:
     config = inherited_config()
     if config.enabled:
         parse_request(params.custom_params, config)
+        beams = getattr(params, "beam_width", None)  # SGLang 0.5.23 and later
+        if beams is not None and beams > 1:
+            raise LocksError(
+                f"beam_width is {beams}, but beams share pages in a way that --sparse-decode does not "
+                "follow; legal: 1"
+            )
 
 
 def launch_subprocesses(result: Any, cls: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,13 +81,18 @@ def launch_subprocesses(result: Any, cls: type, server_args: Any, *args: Any, **
     config = config_of(server_args)
     if not config.enabled:
         return
-    infos = next(part.scheduler_infos for part in result if hasattr(part, "scheduler_infos"))
-    silent = [rank for rank, info in enumerate(infos) if "locks" not in info]
+    infos = [info for part in result for info in getattr(part, "scheduler_infos", ())]
+    silent = [str(rank) for rank, info in enumerate(infos) if "locks" not in info]
     if silent or not infos:
         from sglang.srt.utils import kill_process_tree
 
         kill_process_tree(os.getpid(), include_parent=False)
+        who = (
+            f"the schedulers of ranks {', '.join(silent)} run without it"
+            if infos
+            else "no scheduler reported"
+        )
         raise SystemExit(
-            f"error: --sparse-decode {config.selector} was asked for, but the schedulers of ranks "
-            f"{silent} run without it (was locks-sglang loaded there? see SGLANG_PLUGINS)"
+            f"error: --sparse-decode {config.selector} was asked for, but {who} (was locks-sglang "
+            "loaded there? see SGLANG_PLUGINS and the log above)"
         )

@@ -7,6 +7,7 @@ import traceback
 
 from . import compat
 from .activation import enable_process, inherited_config, register_hooks
+from .config import LocksConfig
 from .hooks import hooks_for
 
 
@@ -17,21 +18,24 @@ def register() -> None:
     that ``--sparse-decode`` is refused as unknown.  In a scheduler process the user has
     asked for sparse decode, and anything that goes wrong ends the process.
     """
-    hooks = hooks_for("every")
-    compat.require(compat.sglang_root(), hooks)
-    register_hooks(hooks)
-    _accept_engine_arguments()
-
-    if "sglang.srt.managers.scheduler" not in sys.modules:
-        return
-    config = inherited_config()
+    is_scheduler = "sglang.srt.managers.scheduler" in sys.modules
+    config = inherited_config() if is_scheduler else LocksConfig()
     if not config.enabled:
+        _add_flags()
         return
     try:
+        _add_flags()
         enable_process(config, "scheduler")
     except Exception as error:
         traceback.print_exc()
         raise SystemExit(f"sparse decode could not start: {error}") from error
+
+
+def _add_flags() -> None:
+    hooks = hooks_for("every")
+    compat.require(compat.sglang_root(), hooks)
+    register_hooks(hooks)
+    _accept_engine_arguments()
 
 
 def _accept_engine_arguments() -> None:

@@ -1,4 +1,4 @@
-"""What sparse decode does not work with: one table, from which the documentation is made too.
+"""What sparse decode does not work with: two tables, from which the documentation is made too.
 
 Every row is checked when the server arguments are complete and once more in the scheduler
 process, where SGLang has resolved them.
@@ -6,6 +6,7 @@ process, where SGLang has resolved them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class Refusal:
         reason: why.
         untested: True where it may work but was not tested, so that
             ``--sparse-decode-allow-untested`` lets it pass.
+        since: the first tested SGLang that has the option.
     """
 
     option: str
@@ -33,6 +35,16 @@ class Refusal:
     legal: str
     reason: str
     untested: bool = False
+    since: str = "0.5.17"
+
+
+@dataclass(frozen=True)
+class RefusedVariable:
+    """One refused environment variable of SGLang, a boolean; ``since`` as in :class:`Refusal`."""
+
+    name: str
+    reason: str
+    since: str = "0.5.17"
 
 
 def _more_than_one(value: Any) -> bool:
@@ -69,11 +81,26 @@ REFUSALS = (
         "FlexKV moves KV pages behind the summaries' back",
     ),
     Refusal(
+        "--enable-unified-cache-external-linker",
+        "enable_unified_cache_external_linker",
+        bool,
+        "leave it out",
+        "pages that are loaded from an external store have no summaries",
+        since="0.5.23",
+    ),
+    Refusal(
         "--enable-unified-memory",
         "enable_unified_memory",
         bool,
         "leave it out",
         "the unified pool compacts KV pages behind the summaries' back",
+    ),
+    Refusal(
+        "--enable-page-major-kv-layout",
+        "enable_page_major_kv_layout",
+        bool,
+        "leave it out",
+        "pages of all layers lie together in another KV pool than the one that is read here",
     ),
     Refusal(
         "--enable-hisparse",
@@ -88,6 +115,34 @@ REFUSALS = (
         lambda value: value not in (None, "null"),
         "null",
         "KV that arrives from another server has no summaries",
+    ),
+    Refusal(
+        "--is-embedding",
+        "is_embedding",
+        bool,
+        "leave it out",
+        "an embedding model never decodes",
+    ),
+    Refusal(
+        "--encoder-only",
+        "encoder_only",
+        bool,
+        "leave it out",
+        "an encoder server never decodes",
+    ),
+    Refusal(
+        "--enable-mis",
+        "enable_mis",
+        bool,
+        "leave it out",
+        "multi-item scoring never decodes",
+    ),
+    Refusal(
+        "--dllm-algorithm",
+        "dllm_algorithm",
+        bool,
+        "leave it out",
+        "a diffusion model has no decode steps of one token a request",
     ),
     Refusal(
         "--enable-torch-compile",
@@ -119,11 +174,34 @@ REFUSALS = (
         "it builds its own attention backends",
     ),
     Refusal(
+        "--enable-nvidia-megakernel",
+        "enable_nvidia_megakernel",
+        bool,
+        "leave it out",
+        "the megakernel computes the decode attention itself",
+        since="0.5.23",
+    ),
+    Refusal(
+        "--enable-amd-monokernel",
+        "enable_amd_monokernel",
+        bool,
+        "leave it out",
+        "the monokernel computes the decode attention itself",
+        since="0.5.23",
+    ),
+    Refusal(
         "--enable-deterministic-inference",
         "enable_deterministic_inference",
         bool,
         "leave it out",
         "batch-invariant sums are not proven for the sparse path",
+    ),
+    Refusal(
+        "--rl-on-policy-target",
+        "rl_on_policy_target",
+        bool,
+        "leave it out",
+        "sparse decode cannot match a trainer's dense attention bit by bit",
     ),
     Refusal(
         "--kv-cache-dtype",
@@ -140,6 +218,20 @@ REFUSALS = (
         "SGLang loads no plugins in further tokenizer workers, so per-request options would go unchecked",
     ),
     Refusal(
+        "--smg-grpc-mode",
+        "smg_grpc_mode",
+        bool,
+        "leave it out",
+        "the gRPC server starts the schedulers without the check that they decode sparse",
+    ),
+    Refusal(
+        "--use-ray",
+        "use_ray",
+        bool,
+        "leave it out",
+        "Ray actors do not inherit the configuration of sparse decode",
+    ),
+    Refusal(
         "--dcp-size",
         "dcp_size",
         _more_than_one,
@@ -154,6 +246,36 @@ REFUSALS = (
         "context parallelism shards a request's pages",
     ),
     Refusal(
+        "--enable-kv-cache-sharding",
+        "enable_kv_cache_sharding",
+        bool,
+        "leave it out",
+        "it spreads the pages of a request over ranks",
+        since="0.5.23",
+    ),
+    Refusal(
+        "--dp-size",
+        "dp_size",
+        _more_than_one,
+        "1, with one server per replica behind a router",
+        "the data-parallel controller does not pass on the schedulers' report that they decode sparse",
+    ),
+    Refusal(
+        "--enable-dp-attention",
+        "enable_dp_attention",
+        bool,
+        "leave it out",
+        "the data-parallel controller does not pass on the schedulers' report that they decode sparse",
+    ),
+    Refusal(
+        "--attn-dp-size",
+        "attn_dp_size",
+        _more_than_one,
+        "1",
+        "the data-parallel controller does not pass on the schedulers' report that they decode sparse",
+        since="0.5.23",
+    ),
+    Refusal(
         "--pp-size",
         "pp_size",
         _more_than_one,
@@ -162,20 +284,40 @@ REFUSALS = (
         untested=True,
     ),
     Refusal(
-        "--enable-dp-attention",
-        "enable_dp_attention",
-        bool,
-        "leave it out",
-        "data-parallel attention was not tested",
+        "--nnodes",
+        "nnodes",
+        _more_than_one,
+        "1",
+        "servers of several nodes were not tested",
         untested=True,
     ),
 )
 
+REFUSED_VARIABLES = (
+    RefusedVariable(
+        "SGLANG_USE_HND_KVCACHE",
+        "the KV pool is read in SGLang's default order, token before head (NHD)",
+    ),
+    RefusedVariable(
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        "it resizes the KV pool after the summaries beside it were allocated",
+    ),
+    RefusedVariable(
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        "it captures the preparation of a decode step, which was not made for that",
+        since="0.5.23",
+    ),
+)
+
+# As SGLang reads its own boolean variables.
+_TRUE = ("true", "1", "yes", "y")
+
 
 def check_server_args(server_args: Any, config: LocksConfig) -> None:
-    """Raise LocksError for the first refused option of ``server_args``."""
+    """Raise LocksError for the first refused option or environment variable."""
+    view = resolved(server_args)
     for refusal in REFUSALS:
-        value = getattr(server_args, refusal.field, None)
+        value = getattr(view, refusal.field, None)
         if not refusal.applies(value) or (refusal.untested and config.allow_untested):
             continue
         hint = " (--sparse-decode-allow-untested starts it all the same)" if refusal.untested else ""
@@ -183,3 +325,33 @@ def check_server_args(server_args: Any, config: LocksConfig) -> None:
             f"{refusal.option} ({value}) does not work with --sparse-decode {config.selector}: "
             f"{refusal.reason}. Legal: {refusal.legal}{hint}."
         )
+    for variable in REFUSED_VARIABLES:
+        value = os.environ.get(variable.name, "")
+        if value.lower() in _TRUE:
+            raise LocksError(
+                f"{variable.name}={value} does not work with --sparse-decode {config.selector}: "
+                f"{variable.reason}. Legal: unset it."
+            )
+    if config.trace_file is not None and _decode_graphs(view):
+        raise LocksError(
+            "--sparse-decode-trace-file does not work with CUDA graphs: a replayed graph runs no code "
+            "that could write. Legal: add --disable-cuda-graph."
+        )
+
+
+def resolved(server_args: Any) -> Any:
+    """Server arguments as SGLang has resolved them so far.
+
+    0.5.17 writes what it resolves into the fields; 0.5.23 keeps it beside them.
+    """
+    if not hasattr(server_args, "resolve_once"):
+        return server_args
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    return resolving_view(server_args)
+
+
+def _decode_graphs(view: Any) -> bool:
+    """Whether decode runs in CUDA graphs, where SGLang has decided that already."""
+    graphs = getattr(view, "cuda_graph_config", None)
+    return graphs is not None and graphs.decode.backend != "disabled"

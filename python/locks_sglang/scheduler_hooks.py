@@ -128,7 +128,7 @@ def _check_allocators(model_runner: Any) -> None:
     ):
         name = type(getattr(model_runner, attribute)).__name__
         if name != legal:
-            raise LocksError(f"--sparse-decode does not work with the {name} of this server; legal: {legal}")
+            raise LocksError(f"--sparse-decode does not work with the {name} of this model; legal: {legal}")
 
 
 def _sort_layers(state: SparseDecode, model: Any) -> None:
