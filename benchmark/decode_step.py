@@ -113,7 +113,7 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
         flags += ["--sparse-decode", kind, "--sparse-decode-summary", form]
         flags += ["--sparse-decode-budget", str(arguments.budget)]
 
-    runner, config = start_runner(flags, [batch for batch, _ in grid])
+    runner = start_runner(flags, [batch for batch, _ in grid])
     fill_pool(runner)
     for batch, context in grid:
         row = {
@@ -135,7 +135,7 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
     return 0
 
 
-def start_runner(flags: list[str], batches: list[int]) -> tuple[Any, Any]:
+def start_runner(flags: list[str], batches: list[int]) -> Any:
     """SGLang's model runner with pools and graphs, as its own benchmark drives it."""
     from sglang.srt.plugins import load_plugins
 
@@ -154,7 +154,7 @@ def start_runner(flags: list[str], batches: list[int]) -> tuple[Any, Any]:
         enable_process(config, "scheduler")
     _set_envs_and_config(server_args)
     runner, _ = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)
-    return runner.torch_runner, config
+    return runner.torch_runner
 
 
 def fill_pool(runner: Any) -> None:
