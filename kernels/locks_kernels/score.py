@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from . import dispatch
 from .layout import Envelopes, Records
-from .reference import score_keys, score_open_page, score_pages
+from .reference import score_keys, score_open_page
+from .torch_path import score_pages
 
 
 @dataclass
@@ -15,7 +17,8 @@ class PageScores:
     """Per-head page scores of a batch.
 
     Attributes:
-        scores: fp32 ``[rows, q_heads, max_pages]``, natural-log units; -inf past a row's pages.
+        scores: fp32 ``[rows, q_heads, max_pages]``, natural-log units; -inf past a row's pages
+            (where a caller gave ``out``, a GPU leaves these entries as they were).
         lse: fp32 ``[rows, q_heads]``, log-sum-exp of a row's scores: ``exp(scores - lse)`` is
             the page's share of the head's attention.
     """
@@ -31,6 +34,9 @@ def score(
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     sm_scale: float,
+    *,
+    out: PageScores | None = None,
+    impl: str = "auto",
 ) -> PageScores:
     """Estimate the attention mass of every page of every request.
 
@@ -45,14 +51,48 @@ def score(
         page_table: int32 ``[rows, max_pages]``, physical page of every logical page.
         seq_lens: int ``[rows]``, tokens of each request, the current one included (>= 1).
         sm_scale: softmax scale, usually ``1 / sqrt(d)``.
+        out: results of an earlier call with the same shapes, filled again, so that a GPU need
+            not allocate; the torch path makes new ones.
+        impl: ``auto``, ``cuda``, ``triton`` or ``torch`` (see ``dispatch.choose``).
 
     Returns:
         :class:`PageScores`.
 
     Raises:
-        ValueError: q_heads is no multiple of kv_heads, or the records do not fit the keys.
+        ValueError: q_heads is no multiple of kv_heads, the records do not fit the keys, or the
+            implementation does not take a dtype or stride; the message names what is legal.
     """
-    _check(queries, keys, records)
+    check(queries, keys, records)
+    chosen = dispatch.choose(impl, queries.device)
+    if chosen == "torch":
+        return _score_torch(queries, keys, records, page_table, seq_lens, sm_scale)
+    if out is None:
+        out = _empty_scores(queries, page_table.shape[1], even=chosen == "cuda")
+    if chosen == "cuda":
+        from . import cuda_score as implementation
+    else:
+        from . import triton_score as implementation  # type: ignore[no-redef]
+    implementation.score(queries, keys, records, page_table, seq_lens, sm_scale, out.scores, out.lse)
+    return out
+
+
+def _empty_scores(queries: torch.Tensor, max_pages: int, even: bool) -> PageScores:
+    rows, q_heads, _ = queries.shape
+    # The CUDA kernel stores pairs of scores: its rows have an even length.
+    padded = max_pages + (max_pages % 2 if even else 0)
+    scores = torch.full((rows, q_heads, padded), float("-inf"), dtype=torch.float32, device=queries.device)
+    lse = torch.empty(rows, q_heads, dtype=torch.float32, device=queries.device)
+    return PageScores(scores[..., :max_pages], lse)
+
+
+def _score_torch(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    records: Records | None,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+) -> PageScores:
     rows, q_heads, _ = queries.shape
     page_size = keys.shape[1]
     scores = queries.new_full((rows, q_heads, page_table.shape[1]), float("-inf"), dtype=torch.float32)
@@ -61,7 +101,7 @@ def score(
         closed = (length - 1) // page_size
         table = page_table[row].long()
         if closed and records is not None:
-            scores[row, :, :closed] = score_pages(queries[row], records.gather(table[:closed]), sm_scale)
+            scores[row, :, :closed] = score_pages(queries[row], records, table[:closed], sm_scale)
         elif closed:
             scores[row, :, :closed] = score_keys(queries[row], keys[table[:closed]], sm_scale)
         open_keys = keys[table[closed], : length - closed * page_size]
@@ -69,7 +109,8 @@ def score(
     return PageScores(scores, scores.logsumexp(-1))
 
 
-def _check(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) -> None:
+def check(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) -> None:
+    """Raise ValueError unless queries, keys and records are of one geometry."""
     q_heads, head_dim = queries.shape[1:]
     _, page_size, kv_heads, key_dim = keys.shape
     if head_dim != key_dim:

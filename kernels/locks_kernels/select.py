@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import dispatch
 from .reference import group_shares, select_pages
 from .score import PageScores
 
@@ -19,7 +20,8 @@ class Selection:
 
     Attributes:
         pages: int32 ``[rows, kv_heads, width]``, physical pages in ascending logical order,
-            so the page of the current token is entry ``counts - 1``; 0 past it.
+            so the page of the current token is entry ``counts - 1``; past it 0, or what was
+            there before in buffers that a caller passed.
         logical: int32, same shape, the logical indices of those pages.
         counts: int32 ``[rows]``, pages attended, equal for all heads of a row.  A count
             above ``width`` means that the row attends every page of its page table and its
@@ -40,6 +42,8 @@ def select(
     kv_heads: int,
     page_size: int,
     width: int,
+    out: Selection | None = None,
+    impl: str = "auto",
 ) -> Selection:
     """Choose the pages of every (request, KV head).
 
@@ -56,6 +60,9 @@ def select(
         kv_heads: KV heads; must divide the query heads.
         page_size: tokens a page.
         width: entries a list has room for.
+        out: results of an earlier call with the same shapes, filled again, so that a GPU need
+            not allocate.
+        impl: ``auto``, ``cuda``, ``triton`` or ``torch`` (see ``dispatch.choose``).
 
     Returns:
         :class:`Selection`; a row with no more pages than its budget attends all of them.
@@ -64,11 +71,47 @@ def select(
         ValueError: a budget below two pages, or above ``width`` and not ``ATTEND_ALL`` (on the
             CPU; on a GPU the caller has to see to it, since a look would wait for the device).
     """
+    if out is None:
+        out = empty_selection(page_table, kv_heads, width)
+    chosen = dispatch.choose(impl, page_table.device)
+    lists = (out.pages, out.logical, out.counts)
+    scores, lse = page_scores.scores, page_scores.lse
+    if chosen == "cuda":
+        from . import cuda_select
+
+        cuda_select.select(
+            scores, lse, None, page_table, seq_lens, budgets, scores.shape[1], page_size, *lists
+        )
+        return out
+    if chosen == "triton":
+        from . import triton_select
+
+        shares = scores.new_empty(len(seq_lens), kv_heads, scores.shape[2])
+        triton_select.select(
+            scores.contiguous(), lse, page_table, seq_lens, budgets, kv_heads, page_size, shares, *lists
+        )
+        return out
+    return _select_torch(page_scores, page_table, seq_lens, budgets, page_size, out)
+
+
+def empty_selection(page_table: torch.Tensor, kv_heads: int, width: int) -> Selection:
+    """A zeroed selection for the rows of a page table."""
     rows = page_table.shape[0]
-    shape = (rows, kv_heads, width)
-    pages = torch.zeros(shape, dtype=torch.int32, device=page_table.device)
-    logical = torch.zeros_like(pages)
+    pages = torch.zeros(rows, kv_heads, width, dtype=torch.int32, device=page_table.device)
     counts = torch.zeros(rows, dtype=torch.int32, device=page_table.device)
+    return Selection(pages, torch.zeros_like(pages), counts)
+
+
+def _select_torch(
+    page_scores: PageScores,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budgets: torch.Tensor,
+    page_size: int,
+    out: Selection,
+) -> Selection:
+    pages, logical, counts = out.pages, out.logical, out.counts
+    kv_heads, width = pages.shape[1:]
     lengths, limits = seq_lens.tolist(), budgets.tolist()
     for row, (length, budget) in enumerate(zip(lengths, limits, strict=True)):
         present = -(-length // page_size)
@@ -84,4 +127,4 @@ def select(
         chosen = select_pages(shares, count)
         logical[row, :, :count] = chosen
         pages[row, :, :count] = page_table[row][chosen]
-    return Selection(pages, logical, counts)
+    return out

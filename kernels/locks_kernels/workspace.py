@@ -106,6 +106,20 @@ class Workspace:
             partial_lse=buffer(partials, dtype=torch.float32),
         )
 
+    def check(self, rows: int, q_heads: int, kv_heads: int, max_pages: int, width: int) -> None:
+        """Raise ValueError unless a batch of this shape fits."""
+        for name, size, limit in (
+            ("rows", rows, self.max_rows),
+            ("pages a request", max_pages, self.max_pages),
+        ):
+            if size > limit:
+                raise ValueError(f"{size} {name} do not fit a workspace made for at most {limit}")
+        if (q_heads, kv_heads, width) != (self.q_heads, self.kv_heads, self.width):
+            raise ValueError(
+                f"the workspace was made for {self.q_heads} query heads, {self.kv_heads} KV heads and "
+                f"lists of {self.width} pages, got {q_heads}, {kv_heads} and {width}"
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, to be charged where the server budgets its memory."""

@@ -1,0 +1,449 @@
+// Scores of the 8 pages of a tile for the query heads of one KV head, by one warp.
+//
+// A lane is (n, c) = (lane / 4, lane % 4).  Every product below is a tensor-core product whose
+// 16 rows are 8 query heads: their high parts and, below them, their low parts (projections),
+// or the 8 heads for two pages (logits).  Results of a product land where the next one
+// wants its operand, so that nothing moves between lanes until the sums over tokens:
+//   projections  z = V^T q, o = mu . q   int8 x int4/int8, exact
+//   logits       z C^T                    fp16, fp32 accumulators
+//   score        o + log sum_tokens exp(logits)
+#pragma once
+
+#include "record.cuh"
+
+namespace locks {
+
+// The queries of 8 * kBlocks heads as two int8 terms, q = step * (high + low / 254).
+template <int kBlocks>
+struct Query {
+  uint32_t a[kBlocks][kSteps][4];  // operand A: rows n are high parts, rows 8 + n low parts
+  float step[kBlocks];             // includes the softmax scale and log2(e)
+  float high_zero[kBlocks];        // what the product of the high parts gives for V = 0
+  float low_zero[kBlocks];
+};
+
+// Accumulators start at the bits of this float, so that an integer sum below 2^22 reads as a
+// float without a conversion: as_float(bits(kMagic) + x) = kMagic + x.
+constexpr float kMagic = 12582912.0f;
+constexpr int kMagicBits = 0x4B400000;
+constexpr float kLowStep = 1.0f / 254.0f;
+
+// Sylvester-ordered Hadamard transform of a vector that a quad holds, kDim / 4 values a lane.
+__device__ __forceinline__ void rotate_quad(float (&x)[kDim / 4], int c) {
+#pragma unroll
+  for (int step = 1; step < kDim / 4; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < kDim / 4; ++i) {
+      if ((i & step) == 0) {
+        float a = x[i], b = x[i + step];
+        x[i] = a + b;
+        x[i + step] = a - b;
+      }
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    float sign = c & step ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kDim / 4; ++i) {
+      float other = __shfl_xor_sync(kFullWarp, x[i], step);
+      x[i] = fmaf(sign, x[i], other);
+    }
+  }
+  const float norm = rsqrtf(static_cast<float>(kDim));
+#pragma unroll
+  for (int i = 0; i < kDim / 4; ++i) x[i] *= norm;
+}
+
+// Reads the queries of heads [0, group) at `queries` (16-bit floats, heads `head_stride` apart).
+template <int kBlocks, bool kHalf>
+__device__ __forceinline__ void load_query(Query<kBlocks>& query, const uint16_t* queries, int64_t head_stride,
+                                           int group, float scale) {
+  const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    float x[kDim / 4];
+    int head = block * 8 + n;
+    if (head < group) {
+      const uint4* source = reinterpret_cast<const uint4*>(queries + head * head_stride + c * (kDim / 4));
+#pragma unroll
+      for (int i = 0; i < kDim / 32; ++i) {
+        uint4 word = __ldg(source + i);
+        uint32_t words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (kHalf) {
+            float2 pair = __half22float2(*reinterpret_cast<__half2*>(&words[j]));
+            x[8 * i + 2 * j] = pair.x;
+            x[8 * i + 2 * j + 1] = pair.y;
+          } else {
+            x[8 * i + 2 * j] = __uint_as_float(words[j] << 16);
+            x[8 * i + 2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) x[i] = 0.0f;
+    }
+    if constexpr (kRotated) rotate_quad(x, c);
+
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kDim / 4; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+
+    int high_sum = 0, low_sum = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t high[8], low[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float value = x[8 * step + i] * inverse;
+        float rounded = value + kMagic;
+        high[i] = __float_as_uint(rounded);
+        low[i] = __float_as_uint(fmaf(value - (rounded - kMagic), 254.0f, kMagic));
+      }
+      // Even dimensions, then odd ones: as the nibbles of the basis come out.
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        uint32_t top = __byte_perm(__byte_perm(high[odd], high[2 + odd], 0x0040),
+                                   __byte_perm(high[4 + odd], high[6 + odd], 0x0040), 0x5410);
+        uint32_t bottom = __byte_perm(__byte_perm(low[odd], low[2 + odd], 0x0040),
+                                      __byte_perm(low[4 + odd], low[6 + odd], 0x0040), 0x5410);
+        query.a[block][step][2 * odd] = top;
+        query.a[block][step][2 * odd + 1] = bottom;
+        high_sum = __dp4a(static_cast<int>(top), 0x01010101, high_sum);
+        low_sum = __dp4a(static_cast<int>(bottom), 0x01010101, low_sum);
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      high_sum += __shfl_xor_sync(kFullWarp, high_sum, step);
+      low_sum += __shfl_xor_sync(kFullWarp, low_sum, step);
+    }
+    // Nibbles are stored with an offset of 8.
+    constexpr int kOffset = kBasisBits == 4 ? 8 : 0;
+    query.high_zero[block] = kMagic + static_cast<float>(kOffset * high_sum);
+    query.low_zero[block] = kMagic + static_cast<float>(kOffset * low_sum);
+    query.step[block] = largest * (1.0f / 127.0f) * scale;
+  }
+}
+
+template <int kBytes>
+__device__ __forceinline__ void load_words(uint32_t (&words)[kBytes / 4], const char* source) {
+  if constexpr (kBytes == 8) {
+    uint2 v = *reinterpret_cast<const uint2*>(source);
+    words[0] = v.x, words[1] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i) {
+      uint4 v = reinterpret_cast<const uint4*>(source)[i];
+      words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+    }
+  }
+}
+
+// Queries times the 8 vectors that the quads n = 0..7 point at (kBits a value).
+template <int kBlocks, int kBits>
+__device__ __forceinline__ void multiply_vectors(int (&sums)[kBlocks][4], const char* vector, int c,
+                                                 const Query<kBlocks>& query) {
+  constexpr int kBytes = kDim * kBits / 32;
+  uint32_t words[kBytes / 4];
+  load_words<kBytes>(words, vector + c * kBytes);
+  const int magic[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t even, odd;
+    if constexpr (kBits == 4) {
+      even = words[step] & 0x0f0f0f0fu;
+      odd = (words[step] >> 4) & 0x0f0f0f0fu;
+    } else {
+      even = __byte_perm(words[2 * step], words[2 * step + 1], 0x6420);
+      odd = __byte_perm(words[2 * step], words[2 * step + 1], 0x7531);
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      if (step == 0) {
+        mma_s8<kBits == 8>(sums[block], query.a[block][step], even, odd, magic);
+      } else {
+        mma_s8<kBits == 8>(sums[block], query.a[block][step], even, odd, sums[block]);
+      }
+    }
+  }
+}
+
+// A scale of a page as bf16 bits; `offset` is where the page's scales start in its pieces.
+__device__ __forceinline__ uint32_t scale_bits(const char* stage, int page, int offset, int index) {
+  return *reinterpret_cast<const uint16_t*>(stage + kScalesAt + page * kScaleStride + offset + 2 * index);
+}
+
+// Projections on two columns (2c, 2c + 1 of the product) as packed fp16, ready as an operand A.
+template <int kBlocks>
+__device__ __forceinline__ uint32_t finish_projection(const int (&sums)[4], const Query<kBlocks>& query, int block,
+                                                      float scale0, float scale1) {
+  float step = query.step[block], low_step = step * kLowStep;
+  float z0 = (__int_as_float(sums[0]) - query.high_zero[block]) * step;
+  float z1 = (__int_as_float(sums[1]) - query.high_zero[block]) * step;
+  z0 = fmaf(__int_as_float(sums[2]) - query.low_zero[block], low_step, z0);
+  z1 = fmaf(__int_as_float(sums[3]) - query.low_zero[block], low_step, z1);
+  return pack_half(z0 * scale0, z1 * scale1);
+}
+
+__device__ __forceinline__ float column_scale(const char* stage, int page, int offset, int column) {
+  float value = bf16_bits_to_float(scale_bits(stage, page, offset, kColumnScale + min(column, kRank - 1)));
+  return kRank == kPaddedRank || column < kRank ? value : 0.0f;
+}
+
+// Rows of C of a page in fp16: columns k, k + 1 of tokens 2m (first) and 2m + 1 (second), with the
+// scales of the rows where the format has them.
+__device__ __forceinline__ void load_coefficients(const char* stage, int page, int offset, int k, int m,
+                                                  uint32_t& first, uint32_t& second) {
+  const char* source = stage + kCoefficientsAt + page * kCoefficientStride;
+  const bool present = kRank == kPaddedRank || k < kRank;
+  if constexpr (kRotated) {
+    constexpr int kColumn = kPage / 2;
+    const uint8_t* codes = reinterpret_cast<const uint8_t*>(source) + m;
+    uint32_t x0 = present ? codes[k * kColumn] : 0x88u;
+    uint32_t x1 = kRank > 1 && present ? codes[(k + 1) * kColumn] : 0x88u;
+    uint32_t both = x0 | (x1 << 16);
+    first = sub_half2((both & 0x000f000fu) | 0x64006400u, 0x64086408u);
+    second = sub_half2(((both >> 4) & 0x000f000fu) | 0x64006400u, 0x64086408u);
+  } else {
+    uint32_t w0, w1, select = 0x4140;
+    if constexpr (kRank == 4) {
+      uint2 both = *reinterpret_cast<const uint2*>(source + 8 * m);
+      w0 = both.x, w1 = both.y;
+      select = k == 0 ? 0x4140 : 0x4342;
+    } else if constexpr (kRank == 1) {
+      w0 = present ? *reinterpret_cast<const uint8_t*>(source + 2 * m) : 0u;
+      w1 = present ? *reinterpret_cast<const uint8_t*>(source + 2 * m + 1) : 0u;
+    } else {
+      w0 = present ? *reinterpret_cast<const uint16_t*>(source + 2 * m * kRank + k) : 0u;
+      w1 = present ? *reinterpret_cast<const uint16_t*>(source + (2 * m + 1) * kRank + k) : 0u;
+    }
+    first = sub_half2(__byte_perm(w0 ^ 0x80808080u, 0x64646464u, select), 0x64806480u);
+    second = sub_half2(__byte_perm(w1 ^ 0x80808080u, 0x64646464u, select), 0x64806480u);
+    // Clamped so that 127 * scale stays finite in fp16.
+    float s0 = fminf(bf16_bits_to_float(scale_bits(stage, page, offset, kRowScale + 2 * m)), 512.0f);
+    float s1 = fminf(bf16_bits_to_float(scale_bits(stage, page, offset, kRowScale + 2 * m + 1)), 512.0f);
+    first = mul_half2(first, pack_half(s0, s0));
+    second = mul_half2(second, pack_half(s1, s1));
+  }
+}
+
+// Sums over the tokens of exp2(logits - shift), partial: a lane has the tokens of its columns.
+// `sums[block][page]` is for query head 8 * block + n.
+template <int kBlocks, bool kShift>
+__device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const char* stage, int offset,
+                                           const Query<kBlocks>& query, const float (&shift)[kBlocks][kTile]) {
+  const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+#pragma unroll
+  for (int pair = 0; pair < kTile / 2; ++pair) {
+    const int first = 2 * pair, second = 2 * pair + 1;
+    // Operand A of the logits: rows n are the first page, rows 8 + n the second.
+    uint32_t a[kBlocks][4];
+    int own = 0, own_offset = 0, first_offset = 0, second_offset = 0;
+    if constexpr (kPaddedRank == 4) {
+      own = first + (c >> 1);
+      own_offset = __shfl_sync(kFullWarp, offset, own);
+      int sums8[kBlocks][4];
+      multiply_vectors<kBlocks, kBasisBits>(
+          sums8, stage + kBasisAt + (first + (n >> 2)) * kBasisBytes + min(n & 3, kRank - 1) * kColumnBytes, c,
+          query);
+      float s0 = column_scale(stage, own, own_offset, 2 * (c & 1));
+      float s1 = column_scale(stage, own, own_offset, 2 * (c & 1) + 1);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        uint32_t z = finish_projection<kBlocks>(sums8[block], query, block, s0, s1);
+        a[block][0] = c < 2 ? z : 0u;
+        a[block][1] = c < 2 ? 0u : z;
+      }
+    } else {
+      first_offset = __shfl_sync(kFullWarp, offset, first);
+      second_offset = __shfl_sync(kFullWarp, offset, second);
+    }
+    if constexpr (kPaddedRank == 8) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        int page = first + which, page_offset = which ? second_offset : first_offset;
+        int sums8[kBlocks][4];
+        multiply_vectors<kBlocks, kBasisBits>(
+            sums8, stage + kBasisAt + page * kBasisBytes + min(n, kRank - 1) * kColumnBytes, c, query);
+        float s0 = column_scale(stage, page, page_offset, 2 * c);
+        float s1 = column_scale(stage, page, page_offset, 2 * c + 1);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          uint32_t z = finish_projection<kBlocks>(sums8[block], query, block, s0, s1);
+          a[block][0 + 3 * which] = z;
+          a[block][1 + which] = 0u;
+        }
+      }
+    }
+    if constexpr (kPaddedRank <= 8) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) sums[block][first] = sums[block][second] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kPage / 2; m += 8) {
+        uint32_t b0[2], b1[2];  // [even or odd tokens]
+        if constexpr (kPaddedRank == 4) {
+          load_coefficients(stage, own, own_offset, 2 * (c & 1), m + n, b0[0], b0[1]);
+        } else {
+          load_coefficients(stage, first, first_offset, 2 * c, m + n, b0[0], b0[1]);
+          load_coefficients(stage, second, second_offset, 2 * c, m + n, b1[0], b1[1]);
+        }
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          float start_first = kShift ? -shift[block][first] : 0.0f;
+          float start_second = kShift ? -shift[block][second] : 0.0f;
+          const float start[4] = {start_first, start_first, start_second, start_second};
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            float d[4];
+            if constexpr (kPaddedRank == 4) {
+              mma_f16_k8(d, a[block][0], a[block][1], b0[odd], start);
+            } else {
+              mma_f16_k16(d, a[block][0], a[block][1], a[block][2], a[block][3], b0[odd], b1[odd], start);
+            }
+            sums[block][first] += exp2_approx(d[0]) + exp2_approx(d[1]);
+            sums[block][second] += exp2_approx(d[2]) + exp2_approx(d[3]);
+          }
+        }
+      }
+    } else {
+      // Rank 16: a page fills the inner dimension by itself and leaves rows 8..15 unused.
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        int page = first + which, page_offset = which ? second_offset : first_offset;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int sums8[kBlocks][4];
+          multiply_vectors<kBlocks, kBasisBits>(
+              sums8, stage + kBasisAt + page * kBasisBytes + (8 * half + n) * kColumnBytes, c, query);
+          float s0 = column_scale(stage, page, page_offset, 8 * half + 2 * c);
+          float s1 = column_scale(stage, page, page_offset, 8 * half + 2 * c + 1);
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block) {
+            a[block][2 * half] = finish_projection<kBlocks>(sums8[block], query, block, s0, s1);
+            a[block][2 * half + 1] = 0u;
+          }
+        }
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) sums[block][page] = 0.0f;
+#pragma unroll
+        for (int m = 0; m < kPage / 2; m += 8) {
+          uint32_t b0[2], b1[2];
+          load_coefficients(stage, page, page_offset, 2 * c, m + n, b0[0], b0[1]);
+          load_coefficients(stage, page, page_offset, 8 + 2 * c, m + n, b1[0], b1[1]);
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block) {
+            float begin = kShift ? -shift[block][page] : 0.0f;
+            const float start[4] = {begin, begin, begin, begin};
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+              float d[4];
+              mma_f16_k16(d, a[block][0], 0u, a[block][2], 0u, b0[odd], b1[odd], start);
+              sums[block][page] += exp2_approx(d[0]) + exp2_approx(d[1]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sums of a quad over 8 pages: lane c gets the totals of pages 2c and 2c + 1.
+__device__ __forceinline__ void reduce_pages(float (&total)[2], const float (&sums)[kTile], int c) {
+  float four[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float keep = c & 2 ? sums[4 + i] : sums[i];
+    float give = c & 2 ? sums[i] : sums[4 + i];
+    four[i] = keep + __shfl_xor_sync(kFullWarp, give, 2);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float keep = c & 1 ? four[2 + i] : four[i];
+    float give = c & 1 ? four[i] : four[2 + i];
+    total[i] = keep + __shfl_xor_sync(kFullWarp, give, 1);
+  }
+}
+
+template <int kBlocks>
+struct PageLogs {
+  float value[kBlocks][2];
+};
+
+// The rare tile whose sums overflow: pages are lowered by steps of 100 until they do not.
+// Keys are centred, so a page's largest logit is not far below zero and nothing is lost below.
+// Out of line and by value, so that the usual path keeps its operands in registers.
+template <int kBlocks>
+__device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, int offset, Query<kBlocks> query) {
+  const int c = threadIdx.x & 3;
+  PageLogs<kBlocks> logs = {};
+  float shift[kBlocks][kTile] = {};
+  bool again = true;
+  for (int attempt = 0; again && attempt < 1000; ++attempt) {
+    float sums[kBlocks][kTile];
+    sum_tokens<kBlocks, true>(sums, stage, offset, query, shift);
+    bool overflow = false;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int page = 0; page < kTile; ++page) {
+        float total = sums[block][page];
+        total += __shfl_xor_sync(kFullWarp, total, 1);
+        total += __shfl_xor_sync(kFullWarp, total, 2);
+        if (page == 2 * c) logs.value[block][0] = log2_approx(total) + shift[block][page];
+        if (page == 2 * c + 1) logs.value[block][1] = log2_approx(total) + shift[block][page];
+        if (!(total < INFINITY)) {
+          shift[block][page] += 100.0f;
+          overflow = true;
+        }
+      }
+    }
+    again = __any_sync(kFullWarp, overflow);
+  }
+  return logs;
+}
+
+// Scores in natural-log units: scores[block][i] is page 2c + i for query head 8 * block + n.
+// `offset`: lane p % 8 knows where the scales of page p start in their 16-byte pieces.
+template <int kBlocks>
+__device__ __forceinline__ void score_tile(float (&scores)[kBlocks][2], const char* stage, int offset,
+                                           const Query<kBlocks>& query) {
+  const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+  float sums[kBlocks][kTile];
+  const float none[kBlocks][kTile] = {};
+  sum_tokens<kBlocks, false>(sums, stage, offset, query, none);
+  PageLogs<kBlocks> logs;
+  bool finite = true;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    float total[2];
+    reduce_pages(total, sums[block], c);
+    logs.value[block][0] = log2_approx(total[0]);
+    logs.value[block][1] = log2_approx(total[1]);
+    finite = finite && total[0] < INFINITY && total[1] < INFINITY;
+  }
+  if (__any_sync(kFullWarp, !finite)) {
+    logs = sum_tokens_safely<kBlocks>(stage, offset, query);
+  }
+
+  int products[kBlocks][4];
+  multiply_vectors<kBlocks, 8>(products, stage + kCentroidAt + n * kCentroidStride, c, query);
+  float scale0 = bf16_bits_to_float(scale_bits(stage, 2 * c, __shfl_sync(kFullWarp, offset, 2 * c), 0));
+  float scale1 = bf16_bits_to_float(scale_bits(stage, 2 * c + 1, __shfl_sync(kFullWarp, offset, 2 * c + 1), 0));
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    float o0 = fmaf(__int_as_float(products[block][2]) - kMagic, kLowStep, __int_as_float(products[block][0]) - kMagic);
+    float o1 = fmaf(__int_as_float(products[block][3]) - kMagic, kLowStep, __int_as_float(products[block][1]) - kMagic);
+    float step = query.step[block];
+    scores[block][0] = fmaf(o0 * step, scale0, logs.value[block][0]) * kLn2;
+    scores[block][1] = fmaf(o1 * step, scale1, logs.value[block][1]) * kLn2;
+  }
+}
+
+}  // namespace locks

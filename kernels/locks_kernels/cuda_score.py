@@ -1,0 +1,216 @@
+"""CUDA implementation of ``score``: csrc/score.cu and, for quest and oracle, csrc/page_scores.cu."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from . import build
+from .layout import Envelopes, Records, Summaries
+from .workspace import TILE_PAGES
+
+QUERY_DTYPES = (torch.bfloat16, torch.float16)
+MAX_GROUP = 16
+MAX_ROWS = 1024
+
+
+def score(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    records: Records | None,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    scores: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Fill ``scores`` and ``lse`` of all rows (fp32; rows of scores start at even addresses).
+
+    See :func:`locks_kernels.score.score`.  Entries past a row's pages are left alone.
+    """
+    every_row = _no_budget(len(seq_lens), queries.device)
+    tiles = len(seq_lens) * -(-page_table.shape[1] // TILE_PAGES)
+    _launch(
+        queries,
+        keys,
+        records,
+        page_table,
+        seq_lens,
+        every_row,
+        sm_scale,
+        scores,
+        (scores.stride(0), scores.stride(1)),
+        0,
+        tiles,
+    )
+    library(queries, keys, None).lse(
+        scores.data_ptr(),
+        scores.stride(0),
+        scores.stride(1),
+        lse.data_ptr(),
+        seq_lens.data_ptr(),
+        seq_lens.dtype == torch.int64,
+        len(seq_lens),
+        queries.shape[1],
+        keys.shape[1],
+        torch.cuda.current_stream(queries.device).cuda_stream,
+    )
+
+
+def score_packed(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    records: Records | None,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budgets: torch.Tensor,
+    sm_scale: float,
+    scores: torch.Tensor,
+    row_tiles: torch.Tensor,
+) -> None:
+    """Score the rows whose budget leaves pages out, packed row after row, for ``select``.
+
+    ``scores`` is fp32 ``[q_heads * total_pages]``; ``row_tiles``, int32 ``[rows + 1]`` at least, gets
+    where each row begins, in tiles of 8 pages.
+    """
+    tiles = scores.numel() // (queries.shape[1] * TILE_PAGES)
+    _launch(
+        queries,
+        keys,
+        records,
+        page_table,
+        seq_lens,
+        budgets,
+        sm_scale,
+        scores,
+        (0, 0),
+        row_tiles.data_ptr(),
+        tiles,
+    )
+
+
+def _launch(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    records: Records | None,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budgets: torch.Tensor,
+    sm_scale: float,
+    scores: torch.Tensor,
+    score_strides: tuple[int, int],
+    row_tiles: int,
+    capacity: int,
+) -> None:
+    check(queries, keys, records, page_table, seq_lens, budgets)
+    rows, q_heads, _ = queries.shape
+    kv_heads = keys.shape[2]
+    if rows == 0:
+        return
+    loaded = library(queries, keys, records)
+    common = (
+        page_table.data_ptr(),
+        page_table.stride(0),
+        seq_lens.data_ptr(),
+        seq_lens.dtype == torch.int64,
+        budgets.data_ptr(),
+        scores.data_ptr(),
+        *score_strides,
+        row_tiles,
+        rows,
+        kv_heads,
+        q_heads // kv_heads,
+        capacity,
+        sm_scale,
+        torch.cuda.current_stream(queries.device).cuda_stream,
+    )
+    vectors = (
+        queries.data_ptr(),
+        queries.stride(0),
+        queries.stride(1),
+        keys.data_ptr(),
+        *keys.stride()[:3],
+    )
+    if isinstance(records, Summaries):
+        storage = records.scales.untyped_storage()
+        planes = [plane.data_ptr() for plane in records.planes]
+        loaded.score(*vectors, *planes, storage.data_ptr() + storage.nbytes(), *common)
+    else:
+        planes = [0, 0] if records is None else [plane.data_ptr() for plane in records.planes]
+        loaded.page_scores(*vectors, *planes, *common)
+
+
+def library(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) -> Any:
+    """The library for this geometry; compiles at its first call, so call it before a graph capture."""
+    constants = {
+        "HEAD_DIM": keys.shape[3],
+        "PAGE": keys.shape[1],
+        "QUERY_HALF": int(queries.dtype == torch.float16),
+        "KEY_FP8": int(keys.dtype == torch.float8_e4m3fn),
+    }
+    if not isinstance(records, Summaries):
+        return build.load("page_scores", QUEST=int(isinstance(records, Envelopes)), **constants)
+    layout = records.layout
+    return build.load(
+        "score",
+        RANK=layout.rank,
+        BASIS_BITS=8 if layout.suffix == "i8" else 4,
+        ROTATED=int(layout.rotated),
+        BLOCKS=-(-queries.shape[1] // (keys.shape[2] * 8)),
+        **constants,
+    )
+
+
+def check(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    records: Records | None,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budgets: torch.Tensor,
+) -> None:
+    """Raise ValueError, naming what is legal, for what the CUDA kernels do not take."""
+    rows, q_heads, _ = queries.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows; legal: at most {MAX_ROWS}")
+    if q_heads // keys.shape[2] > MAX_GROUP:
+        raise ValueError(f"{q_heads // keys.shape[2]} query heads a KV head; legal: 1 to {MAX_GROUP}")
+    if queries.dtype not in QUERY_DTYPES:
+        raise ValueError(f"queries of dtype {queries.dtype}; legal on a GPU: bfloat16, float16")
+    if keys.dtype not in (queries.dtype, torch.float8_e4m3fn):
+        raise ValueError(f"keys of dtype {keys.dtype}; legal: that of the queries, or float8_e4m3fn")
+    if isinstance(records, Summaries) and records.layout.suffix == "bf16":
+        raise ValueError(
+            f"format {records.layout.name} is for comparisons on the CPU; legal on a GPU: i4, i8 and h"
+        )
+    if records is not None and not all(plane.is_contiguous() for plane in records.planes):
+        raise ValueError("records must be contiguous planes as Summaries.allocate makes them")
+    if any(stride % 8 for stride in queries.stride()[:2]) or queries.data_ptr() % 16:
+        raise ValueError(f"strides of queries must be multiples of 8, got {queries.stride()}")
+    if queries.stride(2) != 1 or keys.stride(3) != 1:
+        raise ValueError("the head dimension of queries and keys must be contiguous")
+    if any(stride % 2 for stride in keys.stride()[:3]) or keys.data_ptr() % 4:
+        raise ValueError(f"strides of keys must be even, got {keys.stride()}")
+    check_tables(rows, page_table, seq_lens, budgets)
+
+
+def check_tables(
+    rows: int, page_table: torch.Tensor, seq_lens: torch.Tensor, budgets: torch.Tensor
+) -> None:
+    """Raise ValueError unless the per-row tables have the dtypes and shapes of the contract."""
+    if page_table.dtype != torch.int32 or page_table.shape[0] != rows or page_table.stride(1) != 1:
+        raise ValueError(f"page_table must be int32 [{rows}, max_pages] with contiguous rows")
+    if seq_lens.dtype not in (torch.int32, torch.int64) or seq_lens.shape != (rows,):
+        raise ValueError(f"seq_lens must be int32 or int64 [{rows}], got {seq_lens.dtype} {seq_lens.shape}")
+    if budgets.dtype != torch.int32 or budgets.shape != (rows,):
+        raise ValueError(f"budgets must be int32 [{rows}], got {budgets.dtype} {budgets.shape}")
+    if not (seq_lens.is_contiguous() and budgets.is_contiguous()):
+        raise ValueError("seq_lens and budgets must be contiguous")
+
+
+@cache
+def _no_budget(rows: int, device: torch.device) -> torch.Tensor:
+    """Budgets of zero pages, with which every row needs its scores."""
+    return torch.zeros(rows, dtype=torch.int32, device=device)

@@ -1,0 +1,66 @@
+"""CUDA implementation of ``select``: csrc/select.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import build
+from .cuda_score import MAX_GROUP, check_tables
+
+
+def select(
+    scores: torch.Tensor,
+    lse: torch.Tensor | None,
+    row_tiles: torch.Tensor | None,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budgets: torch.Tensor,
+    q_heads: int,
+    page_size: int,
+    pages: torch.Tensor,
+    logical: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Fill ``pages`` and ``logical [rows, kv_heads, width]`` and ``counts [rows]`` (int32).
+
+    Scores are dense, ``[rows, q_heads, max_pages]`` with ``lse [rows, q_heads]``, or, with
+    ``row_tiles``, packed as ``cuda_score.score_packed`` leaves them; without ``lse`` it is
+    computed here.  See :func:`locks_kernels.select.select` for the rest.
+    """
+    rows, kv_heads, width = pages.shape
+    check_tables(rows, page_table, seq_lens, budgets)
+    if q_heads // kv_heads > MAX_GROUP:
+        raise ValueError(f"{q_heads // kv_heads} query heads a KV head; legal: 1 to {MAX_GROUP}")
+    if rows == 0:
+        return
+    if row_tiles is None and scores.stride(-1) != 1:
+        raise ValueError("the scores of a head must be contiguous")
+    strides = (0, 0) if row_tiles is not None else (scores.stride(0), scores.stride(1))
+    library().select(
+        scores.data_ptr(),
+        *strides,
+        0 if lse is None else lse.data_ptr(),
+        0 if row_tiles is None else row_tiles.data_ptr(),
+        page_table.data_ptr(),
+        page_table.stride(0),
+        seq_lens.data_ptr(),
+        seq_lens.dtype == torch.int64,
+        budgets.data_ptr(),
+        pages.data_ptr(),
+        logical.data_ptr(),
+        counts.data_ptr(),
+        rows,
+        kv_heads,
+        q_heads // kv_heads,
+        page_size,
+        width,
+        page_table.shape[1],
+        torch.cuda.current_stream(scores.device).cuda_stream,
+    )
+
+
+def library() -> Any:
+    """The library; compiles at its first call, so call it before a graph capture."""
+    return build.load("select")
