@@ -273,8 +273,9 @@ def pack_int4(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of :func:`pack_int4`; int8 ``[..., 2n]``."""
-    nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return nibbles.to(torch.int8) - 8
+    wide = packed.contiguous().to(torch.int16)
+    # On a little-endian machine the low byte comes first, so the two nibbles land in order.
+    return (((wide << 4) | wide) & 0x0F0F).view(torch.int8) - 8
 
 
 def pack_basis(layout: SummaryLayout, codes: torch.Tensor) -> torch.Tensor:
