@@ -140,13 +140,16 @@ def start_runner(flags: list[str], batches: list[int]) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    import torch
     from sglang.benchmark import one_batch
     from sglang.srt.entrypoints.engine import _set_envs_and_config
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    sizes = [str(size) for size in sorted(set(batches))]
-    flags = [*flags, "--cuda-graph-bs", *sizes, "--max-running-requests", str(max(batches) + 1)]
-    server_args = prepare_server_args([*flags, "--disable-prefill-cuda-graph"])
+    flags = [*flags, "--max-running-requests", str(max(batches) + 1)]
+    if torch.cuda.is_available():
+        sizes = [str(size) for size in sorted(set(batches))]
+        flags += ["--cuda-graph-bs", *sizes, "--disable-prefill-cuda-graph"]
+    server_args = prepare_server_args(flags)
     from locks_sglang.activation import config_of, enable_process
 
     config = config_of(server_args)
@@ -188,10 +191,10 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
         tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
         times = []
         for step in range(WARM_UP + arguments.steps):
-            torch.cuda.synchronize()
+            one_batch.synchronize(runner.device)
             start = time.perf_counter()
             tokens, _ = one_batch.decode(tokens, batch, runner)
-            torch.cuda.synchronize()
+            one_batch.synchronize(runner.device)
             if step >= WARM_UP:
                 times.append(1e3 * (time.perf_counter() - start))
         if arguments.profile:
@@ -240,8 +243,8 @@ def make_batch(runner: Any, batch_size: int, context: int) -> tuple[Any, list[An
 
 def filled(runner: Any, batch_size: int, context: int) -> tuple[Any, dict[str, Any]]:
     """A batch whose keys and values are already in the pool; only its summaries are built."""
-    import torch
     from locks_sglang import runtime
+    from sglang.benchmark import one_batch
 
     batch, requests = make_batch(runner, batch_size, context)
     for request in requests:
@@ -250,10 +253,10 @@ def filled(runner: Any, batch_size: int, context: int) -> tuple[Any, dict[str, A
     state = runtime.active()
     if state is None:
         return batch, {}
-    torch.cuda.synchronize()
+    one_batch.synchronize(runner.device)
     start = time.perf_counter()
     state.finish_forward(batch.out_cache_loc)
-    torch.cuda.synchronize()
+    one_batch.synchronize(runner.device)
     return batch, {"summaries_ms": round(1e3 * (time.perf_counter() - start), 3)}
 
 
@@ -272,7 +275,7 @@ def prefilled(runner: Any, batch_size: int, context: int, chunk: int = 8192) -> 
                 request.prefix_indices = row.to(torch.int64)
             request.set_extend_range(done, min(done + chunk, context))
         _, _, batch = one_batch.extend(requests, runner)
-    torch.cuda.synchronize()
+    one_batch.synchronize(runner.device)
     return batch, {"prefill_ms": round(1e3 * (time.perf_counter() - start), 1)}
 
 
