@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .reference import attend_pages
+from . import dispatch
+from .attend_buffers import AttendBuffers
 from .select import Selection
+from .torch_path import attend_pages
 from .workspace import Workspace
 
 
@@ -20,6 +22,8 @@ def attend(
     v_scale: float = 1.0,
     *,
     workspace: Workspace | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention of one query a request over its selected pages.
 
@@ -31,16 +35,66 @@ def attend(
         seq_lens: int ``[rows]``; the current page holds ``(seq_len - 1) % B + 1`` tokens.
         sm_scale: softmax scale, times the K scale of a scaled fp8 pool.
         v_scale: scale of the values, for a scaled fp8 pool.
-        workspace: buffers of the GPU implementations; the torch path needs none.
+        workspace: buffers of the GPU implementations, which allocate without it; the torch path
+            needs none.
+        out: output and LSE of the shapes below, contiguous, to be filled instead of new ones.
+        impl: ``auto``, ``cuda``, ``triton`` or ``torch`` (see ``dispatch.choose``).
 
     Returns:
         output ``[rows, q_heads, d]`` in the dtype of the queries, and fp32 LSE
         ``[rows, q_heads]`` in natural-log units.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names what is legal.
     """
+    rows, q_heads, head_dim = queries.shape
+    kv_heads = keys.shape[2]
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
+    if out is None:
+        output = torch.empty(
+            *queries.shape[:2], values.shape[-1], dtype=queries.dtype, device=queries.device
+        )
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+    else:
+        output, lse = out
+    chosen = dispatch.choose(impl, queries.device)
+    arguments = (queries, keys, values, selection, page_table, seq_lens, sm_scale, v_scale, output, lse)
+    if chosen == "torch":
+        _attend_torch(*arguments)
+    elif rows:
+        buffers = workspace.attend if workspace is not None else None
+        if buffers is None:
+            buffers = AttendBuffers.allocate(
+                max_rows=rows, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, device=queries.device
+            )
+        if not buffers.fits(rows, q_heads, kv_heads, head_dim):
+            raise ValueError(f"the workspace was not made for {rows} rows of these heads")
+        if chosen == "cuda":
+            from . import cuda_attend
+
+            cuda_attend.attend(*arguments, buffers)
+        else:
+            from . import triton_attend
+
+            triton_attend.attend(*arguments, buffers)
+    return output, lse
+
+
+def _attend_torch(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    selection: Selection,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    v_scale: float,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     page_size, kv_heads = keys.shape[1], keys.shape[2]
     width = selection.pages.shape[-1]
-    output = torch.empty(*queries.shape[:2], values.shape[-1], dtype=queries.dtype, device=queries.device)
-    lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
     lengths, counts = seq_lens.tolist(), selection.counts.tolist()
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         if count > width:
@@ -51,4 +105,3 @@ def attend(
             queries[row], keys, values, pages.long(), (length - 1) % page_size + 1, sm_scale
         )
         output[row], lse[row] = out * v_scale, row_lse
-    return output, lse

@@ -38,13 +38,13 @@ def summarize(
     if slots.shape[0] == 0:
         return
     if chosen == "cuda":
-        from . import cuda_summarize
+        from .cuda_summarize import summarize as summarize_cuda
 
-        cuda_summarize.summarize(keys, slots, records)
+        summarize_cuda(keys, slots, records)
     elif chosen == "triton":
-        from . import triton_summarize
+        from .triton_summarize import summarize as summarize_triton
 
-        triton_summarize.summarize(keys, slots, records)
+        summarize_triton(keys, slots, records)
     else:
         _summarize_torch(keys, slots, records)
 

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .attend_buffers import AttendBuffers, multiprocessors, split
+from .select import Selection
+
 TOKENS_A_STEP = 64
 
 
@@ -13,33 +16,30 @@ def splits(rows: int, kv_heads: int, device: torch.device) -> int:
     """Splits of every row's tokens: enough programs for the GPU, from the shape alone."""
     if device.type == "cpu":
         return 3
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(64, 2 * processors // (rows * kv_heads)))
+    return split(rows * kv_heads, 2 * multiprocessors(device))[0]
 
 
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pages: torch.Tensor,
-    counts: torch.Tensor,
+    selection: Selection,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     sm_scale: float,
     v_scale: float,
     output: torch.Tensor,
     lse: torch.Tensor,
-    partial_output: torch.Tensor,
-    partial_lse: torch.Tensor,
+    buffers: AttendBuffers,
 ) -> None:
     """Fill ``output [rows, q_heads, d]`` and fp32 ``lse [rows, q_heads]``, both contiguous.
 
-    ``partial_output`` and ``partial_lse`` are fp32 scratch ``[splits, rows, q_heads, d]`` and
-    ``[splits, rows, q_heads]``.  See :func:`locks_kernels.attend.attend` for the rest.
+    See :func:`locks_kernels.attend.attend` for the rest.
     """
     rows, q_heads, head_dim = queries.shape
     _, page_size, kv_heads, value_dim = values.shape
-    parts = partial_lse.shape[0]
+    parts = splits(rows, kv_heads, queries.device)
+    partial_output, partial_lse = buffers.output, buffers.sums
     _split_kernel[(parts, kv_heads, rows)](
         queries,
         queries.stride(0),
@@ -52,9 +52,9 @@ def attend(
         values.stride(0),
         values.stride(1),
         values.stride(2),
-        pages,
-        pages.shape[-1],
-        counts,
+        selection.pages,
+        selection.pages.shape[-1],
+        selection.counts,
         page_table,
         page_table.stride(0),
         seq_lens,
@@ -166,8 +166,8 @@ def _merge_kernel(partial_output, partial_lse, output, lse, v_scale, heads, part
     peak = tl.full([], -1.0e30, tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([DV], tl.float32)
-    for split in range(parts):
-        at = split * heads + program
+    for part in range(parts):
+        at = part * heads + program
         part_lse = tl.load(partial_lse + at)
         higher = tl.maximum(peak, part_lse)
         decay = tl.exp(peak - higher)

@@ -207,10 +207,7 @@ def _summary_scores(
     dims = tl.arange(0, D)
     tokens = tl.arange(0, B)
     page_mask = valid[:, None]
-    if BASIS_BITS == 4:
-        basis_row = record * BASIS_BYTES
-    else:
-        basis_row = record * (D * R)
+    basis_row = record * (BASIS_BYTES if BASIS_BITS == 4 else D * R)
     # bf16 and fp16 queries and all codes are exact in tf32; a rotated query is not.
     precision: tl.constexpr = "tf32x3" if ROTATED else "tf32"
 
@@ -228,9 +225,8 @@ def _summary_scores(
             scale = tl.load(scales + record * SCALES + first_column + column, mask=valid, other=0.0)
             z = z * scale.to(tl.float32)[None, :]
         c_order = tl.load(coefficient_order + column * B + tokens)
-        c = load_codes(
-            coefficients + record[:, None] * COEFFICIENT_BYTES, c_order[None, :], page_mask, COEFFICIENT_BITS
-        )
+        c_row = coefficients + record[:, None] * COEFFICIENT_BYTES
+        c = load_codes(c_row, c_order[None, :], page_mask, COEFFICIENT_BITS)
         logits += z[:, :, None] * c[None, :, :]
     if not ROTATED:
         row_scale = tl.load(

@@ -188,16 +188,15 @@ def _summary_kernel(
             size: tl.constexpr = R * D * BASIS_BITS // 8
             _store(basis + record * size, v_codes.to(tl.int32), basis_elements, R * D, BASIS_BITS)
         c_size: tl.constexpr = R * B * COEFFICIENT_BITS // 8
-        _store(
-            coefficients + record * c_size, c_codes.to(tl.int32), coefficient_elements, R * B, COEFFICIENT_BITS
-        )
+        c_codes = c_codes.to(tl.int32)
+        _store(coefficients + record * c_size, c_codes, coefficient_elements, R * B, COEFFICIENT_BITS)
 
 
 @triton.jit
 def _principal_basis(
     centred, B: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TOLERANCE: tl.constexpr
 ):
-    """Top right singular vectors of ``centred [B, D]`` as rows of ``[RP, D]``, zero where there are none."""
+    """Top right singular vectors of ``centred [B, D]``, zero where there are none: ``[RP, D]``."""
     peak = tl.max(tl.max(tl.abs(centred), 1), 0)
     rest = centred / tl.maximum(peak, 1.0e-37)
     tokens = tl.arange(0, B)

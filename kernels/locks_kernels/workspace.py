@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .attend_buffers import AttendBuffers
+
 TILE_PAGES = 8
 """Pages that one warp of the score kernel takes at a time; scores are padded to it."""
-
-ATTEND_SPLITS = 32
-"""Most parts into which the attention of one (row, KV head) is split."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,7 @@ class Workspace:
         row_tiles: int32 ``[max_rows + 1]``, where a row's scores begin, in tiles of 8 pages.
         pages, logical: int32 ``[max_rows, kv_heads, width]``, the selection.
         counts: int32 ``[max_rows]``.
-        partial_output: fp32 ``[partials, head_dim]``, unmerged outputs of split attention, one
-            a (row, query head, split).
-        partial_lse: fp32 ``[partials]``.
+        attend: scratch of split attention.
     """
 
     max_rows: int
@@ -42,8 +39,7 @@ class Workspace:
     pages: torch.Tensor
     logical: torch.Tensor
     counts: torch.Tensor
-    partial_output: torch.Tensor
-    partial_lse: torch.Tensor
+    attend: AttendBuffers
 
     @classmethod
     def allocate(
@@ -82,9 +78,6 @@ class Workspace:
         total = max_rows * tiles * TILE_PAGES
         if total_pages is not None:
             total = min(total, -(-total_pages // TILE_PAGES) * TILE_PAGES)
-        # A split is worth at least a few pages, so short lists need few of them.
-        splits = min(ATTEND_SPLITS, max_pages)
-        partials = max_rows * q_heads * splits
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -102,8 +95,9 @@ class Workspace:
             pages=buffer(max_rows, kv_heads, width),
             logical=buffer(max_rows, kv_heads, width),
             counts=buffer(max_rows),
-            partial_output=buffer(partials, head_dim, dtype=torch.float32),
-            partial_lse=buffer(partials, dtype=torch.float32),
+            attend=AttendBuffers.allocate(
+                max_rows=max_rows, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, device=device
+            ),
         )
 
     def check(self, rows: int, q_heads: int, kv_heads: int, max_pages: int, width: int) -> None:
@@ -124,4 +118,4 @@ class Workspace:
     def nbytes(self) -> int:
         """Bytes of all buffers, to be charged where the server budgets its memory."""
         values = (getattr(self, field.name) for field in fields(self))
-        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor | AttendBuffers))
