@@ -1,0 +1,221 @@
+"""Times of attend and summarize by variant: how the constants in the code were chosen.
+
+    python benchmark/tune_attend_summarize.py attend dense summarize
+
+Medians of CUDA-graph replays over data that is colder than L2, on GLM-4-9B-Chat-1M's geometry
+(4 KV heads, 8 query heads each, head_dim 128, 40 layers).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from functools import partial
+
+import torch
+from locks_kernels import (
+    EnvelopeLayout,
+    Envelopes,
+    Selection,
+    Summaries,
+    SummaryLayout,
+    attend,
+    attend_buffers,
+    build,
+    cuda_attend,
+    summarize,
+)
+from locks_kernels.attend_buffers import AttendBuffers
+
+H, G, D, B = 4, 8, 128, 16
+
+
+def graph_us(calls, repeats=15):
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / len(calls))
+    return statistics.median(times[2:])
+
+
+class Batch:
+    def __init__(self, rows, context, dtype=torch.bfloat16, heads=H, group=G):
+        pages = rows * context // B
+        self.keys = torch.empty(pages, B, heads, D, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
+        self.values = (
+            torch.empty(pages, B, heads, D, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
+        )
+        self.queries = torch.randn(rows, heads * group, D, device="cuda").to(torch.bfloat16)
+        self.table = torch.randperm(pages, device="cuda").int().view(rows, -1)
+        self.lengths = torch.full((rows,), context - 3, dtype=torch.int32, device="cuda")
+        self.scale = D**-0.5
+        self.buffers = AttendBuffers.allocate(
+            max_rows=rows, q_heads=heads * group, kv_heads=heads, head_dim=D, device="cuda"
+        )
+        self.out = (torch.empty_like(self.queries), torch.empty(rows, heads * group, device="cuda"))
+
+    def lists(self, count, sets):
+        rows, pages = self.table.shape
+        found = []
+        for _ in range(sets):
+            picked = torch.stack(
+                [
+                    torch.stack([t[torch.randperm(pages, device="cuda")[:count]] for _ in range(H)])
+                    for t in self.table
+                ]
+            )
+            counts = torch.full((rows,), count, dtype=torch.int32, device="cuda")
+            found.append(Selection(picked, picked, counts))
+        return found
+
+    def everything(self):
+        rows, pages = self.table.shape
+        lists = torch.zeros(rows, H, 4, dtype=torch.int32, device="cuda")
+        counts = torch.full((rows,), pages, dtype=torch.int32, device="cuda")
+        return Selection(lists, lists, counts)
+
+    def run(self, selection):
+        cuda_attend.attend(*self.arguments(selection), 1.0, *self.out, self.buffers)
+
+    def triton(self, selection):
+        attend(*self.arguments(selection), out=self.out, impl="triton")
+
+    def arguments(self, selection):
+        return self.queries, self.keys, self.values, selection, self.table, self.lengths, self.scale
+
+
+def configure(warps, cluster, tiles, blocks=None):
+    """Point the op at a variant."""
+    attend_buffers.MAX_CLUSTER = cluster
+    cuda_attend.TILES_A_WARP = tiles
+    geometry = {"HEAD_DIM": D, "PAGE": B, "Q_TYPE": 0, "HEAD_TILES": 1}
+
+    def library(queries, keys):
+        constants = dict(geometry, KV_TYPE=cuda_attend.KV_TYPES[keys.dtype])
+        return build.load("attend", **constants, **({"WARPS": warps} if warps != 4 else {}))
+
+    cuda_attend.library = library
+
+
+VARIANTS = (
+    *((4, 8, 1), (4, 8, 2), (4, 8, 4), (4, 4, 1), (4, 4, 2), (4, 1, 1), (4, 1, 2)),
+    *(
+        (8, 8, 1),
+        (8, 8, 2),
+        (8, 4, 1),
+        (8, 2, 1),
+        (16, 8, 1),
+        (16, 4, 1),
+        (4, 16, 1),
+        (4, 16, 2),
+        (8, 16, 1),
+    ),
+)  # warps a block, blocks a cluster at most, tiles a warp at least
+
+
+def time_attend():
+    """2,048 selected tokens of 512K: in a row (dependent launches overlap) and between other kernels."""
+    attend_buffers.MAX_CLUSTER = 16
+    batch = Batch(1, 524_288)
+    selections = batch.lists(128, 48)
+    small = torch.zeros(32, device="cuda")
+    base = graph_us([lambda: small.add_(1)] * 48)
+    print(f"a small kernel alone {base:.2f} us")
+    for warps, cluster, tiles in VARIANTS:
+        configure(warps, cluster, tiles)
+        calls = [partial(batch.run, chosen) for chosen in selections]
+        between = [call for run in calls for call in (run, lambda: small.add_(1))]
+        chained, apart = graph_us(calls), 2 * graph_us(between) - base
+        print(
+            f"attend 2048 tokens: warps {warps} cluster {cluster} tiles {tiles}: "
+            f"{chained:.2f} us in a row, {apart:.2f} us between others",
+            flush=True,
+        )
+    triton = graph_us([partial(batch.triton, chosen) for chosen in selections])
+    print(f"attend 2048 tokens: triton {triton:.2f} us", flush=True)
+
+
+def time_dense():
+    shapes = ((1, 16_384), (1, 65_536), (1, 262_144), (1, 1_048_576), (32, 32_768), (4, 262_144))
+    for rows, context in shapes:
+        time_dense_shape(rows, context)
+        torch.cuda.empty_cache()
+
+
+def time_dense_shape(rows, context):
+    batch = Batch(rows, context)
+    moved = 2 * 2 * rows * context * H * D
+    everything = batch.everything()
+    line = []
+    for warps, cluster in ((4, 8), (4, 4), (4, 1), (8, 4), (8, 8)):
+        configure(warps, cluster, 1)
+        us = graph_us([partial(batch.run, everything)] * (8 if moved < 1e9 else 2), 8)
+        line.append(f"w{warps}c{cluster} {us:.1f} us {moved / us * 1e-6:.2f} TB/s")
+    us = graph_us([partial(batch.triton, everything)] * 2, 5)
+    print(f"dense {rows} x {context}:", "; ".join(line), f"; triton {us:.1f}", flush=True)
+
+
+LAYERS, PAGES = 40, 65_536
+
+
+def time_summarize():
+    keys = [bf16(PAGES, B, H, D) for _ in range(8)] * (LAYERS // 8)
+    time_steps(keys, pool("r4i4"))
+    for name in ("r4i4", "r8i4", "r6h", "r8h", "quest"):
+        time_format(name, keys, pool(name))
+        torch.cuda.empty_cache()
+
+
+def time_steps(keys, records):
+    for rows in (1, 32, 256):
+        idle = torch.arange(rows, device="cuda") * 16 + 3
+        full = torch.randperm(PAGES, device="cuda")[:rows] * 16 + 15
+        for label, slots in (("nothing", idle), ("all", full)):
+            us = graph_us([partial(summarize, keys, slots, records)] * 8)
+            print(f"summarize, {rows} rows, {label} complete: {us:.2f} us", flush=True)
+
+
+def time_format(name, keys, records):
+    chunk = torch.arange(16_384, device="cuda") + 16_384
+    us = graph_us([partial(summarize, keys, chunk, records)] * 2, 6)
+    print(f"summarize {name}, 16K tokens x 40 layers: {us / 1000:.2f} ms", flush=True)
+    slots = torch.arange(PAGES * B, device="cuda")
+    us = graph_us([partial(summarize, keys, slots, records)], 3)
+    moved = LAYERS * (keys[0].nbytes + PAGES * H * records.layout.bytes_per_page)
+    print(
+        f"summarize {name}, 1M tokens x 40 layers: {us / 1000:.1f} ms, "
+        f"{us * 1000 / (LAYERS * PAGES * H):.2f} ns a page, {moved / us * 1e-6:.2f} TB/s",
+        flush=True,
+    )
+    if name == "r4i4":
+        one = Summaries(records.layout, *(plane[:1] for plane in records.planes))
+        us = graph_us([partial(summarize, keys[:1], slots, one, impl="triton")], 2)
+        print(f"summarize {name}, 1M tokens, one layer, triton: {us / 1000:.1f} ms", flush=True)
+
+
+def pool(name):
+    lead = (LAYERS, PAGES, H)
+    if name == "quest":
+        return Envelopes.allocate(EnvelopeLayout(D, B), lead, "cuda")
+    return Summaries.allocate(SummaryLayout.parse(name, D, B), lead, "cuda")
+
+
+def bf16(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or ["attend", "dense", "summarize"]
+    for name in chosen:
+        {"attend": time_attend, "dense": time_dense, "summarize": time_summarize}[name]()
