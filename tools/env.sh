@@ -28,7 +28,7 @@ step() { # step TITLE COMMAND...: run with a line before and the duration after
 
 pip() {
     local quiet=()
-    [ -t 1 ] || quiet=(-q)
+    [ -t 1 ] || quiet=(-qq)
     "$venv/bin/python" -m pip --disable-pip-version-check "$@" "${quiet[@]}"
 }
 
