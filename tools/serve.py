@@ -44,6 +44,8 @@ def main() -> int:
     url = f"http://{LOCALHOST}:{port}"
     command = server_command(args, port)
     print(f"serve: {shlex.join(command)}", flush=True)
+    # Being ended from outside must not leave the server behind either.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="locks-serve-") as folder:
         log_path = Path(folder) / "server.log"
         process = start(command, log_path)
