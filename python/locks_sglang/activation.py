@@ -42,7 +42,7 @@ def register_hooks(hooks: tuple[Hook, ...]) -> None:
 def enable_process(config: LocksConfig, process: Process) -> None:
     """Check version and contracts and register this process's hooks."""
     compat.check_version(compat.sglang_version(), config.allow_untested)
-    compat.require(compat.sglang_root())
+    compat.require(compat.run_checks(compat.sglang_root()))
     register_hooks(hooks_for(process))
 
 

@@ -94,9 +94,9 @@ def check_version(found: str, allow_untested: bool) -> None:
         )
 
 
-def run_checks(root: Path, hooks: tuple[Hook, ...] = HOOKS) -> list[Check]:
+def run_checks(root: Path) -> list[Check]:
     """Check every contract against the sources below ``root`` (the folder of ``sglang``)."""
-    checks = [_check_hook(root, hook) for hook in hooks]
+    checks = check_hooks(root, HOOKS)
     for kind, rows, names_of in (
         ("method", _METHODS, _method_names),
         ("field", _FIELDS, _field_names),
@@ -111,9 +111,14 @@ def run_checks(root: Path, hooks: tuple[Hook, ...] = HOOKS) -> list[Check]:
     return [*checks, _check_server_args_fields(root), _check_environment(root)]
 
 
-def require(root: Path, hooks: tuple[Hook, ...] = HOOKS) -> None:
-    """Raise LocksError that lists every broken contract."""
-    broken = [check for check in run_checks(root, hooks) if not check.ok]
+def check_hooks(root: Path, hooks: tuple[Hook, ...]) -> list[Check]:
+    """Check the contracts of some hooks alone."""
+    return [_check_hook(root, hook) for hook in hooks]
+
+
+def require(checks: list[Check]) -> None:
+    """Raise LocksError that lists every broken contract among ``checks``."""
+    broken = [check for check in checks if not check.ok]
     if broken:
         lines = "\n".join(f"  {check.name}: {check.detail}" for check in broken)
         raise LocksError(

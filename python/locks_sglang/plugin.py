@@ -33,7 +33,8 @@ def register() -> None:
 
 def _add_flags() -> None:
     hooks = hooks_for("every")
-    compat.require(compat.sglang_root(), hooks)
+    # These alone: a server without sparse decode must not wait for the whole table.
+    compat.require(compat.check_hooks(compat.sglang_root(), hooks))
     register_hooks(hooks)
     _accept_engine_arguments()
 

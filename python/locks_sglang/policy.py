@@ -39,6 +39,10 @@ def parse_request(custom_params: Mapping[str, Any] | None, config: LocksConfig) 
         LocksError: (a ValueError, answered with status 400) an unknown key or value; the
             message names the legal ones.
     """
+    if not isinstance(custom_params, Mapping | None):
+        raise LocksError(
+            f"custom_params is {custom_params!r}; legal: an object, sparse decode's part at 'locks'"
+        )
     options = (custom_params or {}).get(KEY)
     if options is None:
         return RequestPolicy()
@@ -47,7 +51,7 @@ def parse_request(custom_params: Mapping[str, Any] | None, config: LocksConfig) 
             f"custom_params.locks is {options!r}; legal: an object with 'mode' (sparse, dense) and "
             "'budget' (tokens)"
         )
-    unknown = sorted(set(options) - {"mode", "budget"})
+    unknown = sorted(set(options) - {"mode", "budget"}, key=str)
     if unknown:
         raise LocksError(f"custom_params.locks has unknown keys {unknown}; legal: 'mode', 'budget'")
     mode = options.get("mode", "sparse")

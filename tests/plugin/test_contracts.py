@@ -1,0 +1,163 @@
+"""Every contract of the hooks is checked, and each breach is reported as exactly that row."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import source_tree
+from locks_sglang import cli, compat
+from locks_sglang.config import LocksError
+from locks_sglang.hooks import HOOKS, Hook
+from locks_sglang.refusals import REFUSALS, REFUSED_VARIABLES
+
+Break = Callable[[str, Callable[[str], str]], Path]
+
+# Contracts that are no hooks: (row of the table, name that gets lost).
+OTHER_CONTRACTS = [
+    *((target, names[-1]) for target, names in compat._METHODS + compat._FIELDS + compat._ASSIGNED),
+    ("sglang.srt.server_args.ServerArgs", "page_size"),
+    *(("sglang.srt.server_args.ServerArgs", row.field) for row in (REFUSALS[0], REFUSALS[-1])),
+    *(("sglang.srt.environ.Envs", row.name) for row in REFUSED_VARIABLES if row.since == "0.5.17"),
+]
+
+
+@pytest.fixture
+def broken(installed_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
+    """`broken(dotted, change)`: the installed sources with the file of `dotted` changed."""
+    cached, changed = compat._parse, {}
+
+    def parse(path: Path) -> ast.Module:
+        # The trees of changed files must not stay in the cache: they are large.
+        if not path.is_relative_to(tmp_path.resolve()):
+            return cached(path)
+        if path not in changed:
+            changed[path] = ast.parse(path.read_text(encoding="utf-8"))
+        return changed[path]
+
+    monkeypatch.setattr(compat, "_parse", parse)
+    return lambda dotted, change: source_tree.with_changed_file(
+        installed_sources, tmp_path, source_tree.file_of(installed_sources, dotted), change
+    )
+
+
+def failing(root: Path) -> list[compat.Check]:
+    return [check for check in compat.run_checks(root) if not check.ok]
+
+
+def breaches() -> list[tuple[Hook, str]]:
+    return [(hook, how) for hook in HOOKS for how in ("name", "binding", hook.parameters[-1])]
+
+
+def breach_name(value: object) -> str:
+    return cli.short_name(value.target) if isinstance(value, Hook) else str(value)
+
+
+def test_all_contracts_hold_here(installed_sources: Path) -> None:
+    checks = compat.run_checks(installed_sources)
+    assert [check for check in checks if not check.ok] == []
+    assert len(checks) > len(HOOKS)
+    compat.require(checks)
+
+
+@pytest.mark.parametrize(("hook", "how"), breaches(), ids=breach_name)
+def test_broken_hook(broken: Break, hook: Hook, how: str) -> None:
+    name, owner = hook.target.split(".")[-1], hook.target.split(".")[-2]
+
+    def change(source: str) -> str:
+        function = source_tree.find(source, name, None if hook.binding == "function" else owner)
+        if how == "name":
+            return source_tree.rename_function(source, function)
+        if how == "binding":
+            return source_tree.change_binding(source, function)
+        return source_tree.rename_parameter(source, function, how)
+
+    root = broken(hook.target, change)
+    (found,) = failing(root)
+    assert (found.name, found.purpose) == (hook.target, hook.purpose)
+    expected = {"name": "not found", "binding": f"expected a {hook.binding}"}
+    assert expected.get(how, f"other_{how}") in found.detail
+    with pytest.raises(LocksError, match=re.escape(hook.target)):
+        compat.require(compat.run_checks(root))
+
+
+@pytest.mark.parametrize(("row", "name"), OTHER_CONTRACTS, ids=str)
+def test_lost_name(broken: Break, row: str, name: str) -> None:
+    root = broken(row, lambda source: re.sub(rf"\b{name}\b", f"{name}_of_old", source))
+    found = [check for check in failing(root) if check.name == row]
+    assert [check.detail for check in found] == [f"missing: {name}"]
+    with pytest.raises(LocksError, match=f"missing: {name}"):
+        compat.require(compat.run_checks(root))
+
+
+def test_no_sglang_at_all(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    checks = compat.run_checks(tmp_path)
+    assert not any(check.ok for check in checks)
+
+
+def test_untested_version_needs_the_flag() -> None:
+    for version in compat.TESTED_VERSIONS:
+        compat.check_version(version, allow_untested=False)
+    for version in ("0.5.16", "0.6.0", compat.UNKNOWN):
+        with pytest.raises(LocksError, match="--sparse-decode-allow-untested") as error:
+            compat.check_version(version, allow_untested=False)
+        assert all(tested in str(error.value) for tested in compat.TESTED_VERSIONS)
+        compat.check_version(version, allow_untested=True)
+
+
+def test_options_of_newer_versions_are_not_asked_of_older_ones(
+    installed_sources: Path, newest_sources: Path
+) -> None:
+    newer = {row.field for row in REFUSALS if row.since == "0.5.23"}
+    assert newer
+    assert compat.version_of_sources(newest_sources) == "0.5.23"
+    text = "".join(path.read_text() for path in newest_sources.glob("sglang/srt/arg_groups/fields/*.py"))
+    assert all(re.search(rf"^    {field}: ", text, re.M) for field in newer)
+    old = (installed_sources / "sglang/srt/server_args.py").read_text()
+    if compat.version_of_sources(installed_sources) == "0.5.17":
+        assert not any(re.search(rf"^    {field}: ", old, re.M) for field in newer)
+
+
+def test_all_contracts_hold_on_the_newest_sglang(newest_sources: Path) -> None:
+    assert [check for check in compat.run_checks(newest_sources) if not check.ok] == []
+
+
+def test_check_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check"]) == cli.HOLDS
+    shown = capsys.readouterr().out
+    for word in ("SGLang 0.5.", "(tested)", "torch ", "flashinfer ", "GPU: ", "nvcc: ", "start"):
+        assert word in shown
+    assert all(cli.short_name(hook.target) in shown for hook in HOOKS)
+    assert "FAIL" not in shown
+    lines = shown.splitlines()
+    assert len(lines) < 40 and max(map(len, lines)) <= 120
+
+
+def test_check_command_on_the_newest_sglang(
+    newest_sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "--sources", str(newest_sources)]) == cli.HOLDS
+    assert "SGLang 0.5.23 (tested)" in capsys.readouterr().out
+
+
+def test_check_command_on_a_broken_sglang(broken: Break, capsys: pytest.CaptureFixture[str]) -> None:
+    target = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc"
+    root = broken(target, lambda source: source.replace("def alloc(self, reqs", "def alloc(self, requests"))
+    assert cli.main(["check", "--sources", str(root)]) == cli.BROKEN
+    shown = capsys.readouterr().out
+    assert re.search(r"^FAIL  ReqToTokenPool\.alloc ", shown, re.M)
+    assert "parameters (self, requests" in shown and target in shown
+    assert "does not start" in shown
+
+
+def test_check_command_on_an_untested_version(broken: Break, capsys: pytest.CaptureFixture[str]) -> None:
+    root = broken("sglang._version.x", lambda source: re.sub(r"'0\.5\.\d+'", "'0.5.18'", source))
+    assert cli.main(["check", "--sources", str(root)]) == cli.UNTESTED
+    assert "0.5.18 (NOT tested)" in capsys.readouterr().out
+
+
+def test_check_command_without_sglang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--sources", str(tmp_path)]) == cli.BROKEN
+    assert "legal" in capsys.readouterr().err
