@@ -62,7 +62,7 @@ class LocksConfig:
     audit_interval: int = _option(
         0,
         "Measure every N decode steps, on one layer in turn, the attention mass that the selected "
-        "pages really retained; 0 is never.",
+        "pages really retained; 0 is never. Needs CUDA graphs off.",
         type=int,
         metavar="STEPS",
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .config import LocksConfig, LocksError
+from .config import LocksConfig, LocksError, flag_name
 
 
 @dataclass(frozen=True)
@@ -332,11 +332,12 @@ def check_server_args(server_args: Any, config: LocksConfig) -> None:
                 f"{variable.name}={value} does not work with --sparse-decode {config.selector}: "
                 f"{variable.reason}. Legal: unset it."
             )
-    if config.trace_file is not None and _decode_graphs(view):
-        raise LocksError(
-            "--sparse-decode-trace-file does not work with CUDA graphs: a replayed graph runs no code "
-            "that could write. Legal: add --disable-cuda-graph."
-        )
+    for name in ("trace_file", "audit_interval"):
+        if getattr(config, name) and _decode_graphs(view):
+            raise LocksError(
+                f"{flag_name(name)} does not work with CUDA graphs: a replayed graph runs no code that "
+                "could look at the selection. Legal: add --disable-cuda-graph."
+            )
 
 
 def resolved(server_args: Any) -> Any:

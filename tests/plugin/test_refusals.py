@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from locks_sglang.activation import config_of
-from locks_sglang.config import LocksConfig, LocksError
+from locks_sglang.config import LocksConfig, LocksError, flag_name
 from locks_sglang.refusals import REFUSALS, REFUSED_VARIABLES, Refusal, check_server_args, resolved
 from plugin_process import AtLoad
 
@@ -113,12 +113,16 @@ def test_refused_variable(
     prepare("--sparse-decode", "locks")
 
 
+@pytest.mark.parametrize("option", [{"trace_file": "/tmp/trace.jsonl"}, {"audit_interval": 8}], ids=str)
 @pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise"])
-def test_trace_file_needs_decode_without_graphs(dense_args: SimpleNamespace, backend: str) -> None:
-    config = LocksConfig(selector="locks", trace_file="/tmp/trace.jsonl")
+def test_looking_at_selections_needs_decode_without_graphs(
+    dense_args: SimpleNamespace, backend: str, option: dict[str, Any]
+) -> None:
+    config = LocksConfig(selector="locks", **option)
+    flag = flag_name(next(iter(option)))
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=backend))
     dense_args.cuda_graph_config = graphs
-    with pytest.raises(LocksError, match=r"--sparse-decode-trace-file .*Legal: add --disable-cuda-graph"):
+    with pytest.raises(LocksError, match=rf"{flag} .*Legal: add --disable-cuda-graph"):
         check_server_args(dense_args, config)
     check_server_args(dense_args, LocksConfig(selector="locks"))
     graphs.decode.backend = "disabled"
