@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def server_command(args: argparse.Namespace, port: int) -> list[str]:
-    """The command that a user would type; the budget is sparse; on a CPU every step's selection is audited."""
+    """The command that a user would type, with a sparse budget; on a CPU every step is audited."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
     command += ["--host", LOCALHOST, "--port", str(port), "--enable-metrics"]
     command += ["--sparse-decode", args.selector]

