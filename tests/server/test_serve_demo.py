@@ -19,7 +19,7 @@ def test_one_command_serves_and_answers_sparsely(demo_model: Path) -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=580,
+            timeout=850,
         )
     assert done.returncode == 0, done.stderr
     assert f"port {port} is in use" in done.stdout
