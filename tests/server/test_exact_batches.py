@@ -1,0 +1,69 @@
+"""Company changes nothing: requests that come, go, are aborted or retracted select as they would alone."""
+
+from traced import BUDGET, PAGE, Traced, assert_same, assert_same_pages, assert_selects
+
+
+def test_requests_join_and_leave(locks: Traced, words: list[int]) -> None:
+    asked = [(words[:640], 16), (words[700:1000], 4), (words[300:751], 8)]
+    cold = [locks.alone(prompt, new) for prompt, new in asked]
+    locks.server.flush_cache()
+    first = locks.start(*asked[0])
+    first.wait_for_rows(2)
+    second, third = locks.start(*asked[1]), locks.start(*asked[2])
+    runs = [request.result() for request in (first, second, third)]
+    assert locks.overlap(first, second)
+    assert locks.overlap(first, third)
+    for run, reference in zip(runs, cold, strict=True):
+        assert_selects(run, BUDGET // PAGE)
+        assert_same(run, reference)
+
+
+def test_abort_while_decoding(locks: Traced, words: list[int]) -> None:
+    asked = [(words[:640], 16), (words[300:751], 8)]
+    cold = [locks.alone(prompt, new) for prompt, new in asked]
+    locks.server.flush_cache()
+    bystander = locks.start(*asked[0])
+    bystander.wait_for_rows(1)
+    aborted = locks.start(words[500:900], 200)
+    aborted.wait_for_rows(2)
+    locks.server.abort(aborted.rid)
+    successor = locks.start(*asked[1])  # may get the pages that the aborted one gave back
+    assert aborted.result().meta["finish_reason"]["type"] == "abort"
+    assert len(aborted.result().tokens) < 200
+    assert locks.overlap(bystander, aborted)
+    assert_same(bystander.result(), cold[0])
+    assert_same(successor.result(), cold[1])
+
+
+def test_retracted_and_resumed(locks: Traced, words: list[int]) -> None:
+    """Six requests of 20 pages fit into the 128 pages of the pool, but not with the 22 that each grows to.
+
+    SGLang then takes one of them out, and resumes it later by a prefill over its prompt and its tokens so
+    far. That prefill is dense, so from there on the request equals one that came with all these tokens.
+    """
+    prompts = [words[start : start + 318] for start in range(0, 600, 100)]
+    new = 24
+    metrics = locks.server.metrics()
+    runs = locks.together(prompts, new)
+    after = locks.server.metrics()
+    counted = {
+        what: after[name] - metrics.get(name, 0)
+        for what in ("requests", "output_tokens")
+        if (name := f"sglang:num_retracted_{what}_total")
+    }
+    retracted = [run for run in runs if run.meta["num_retractions"]]
+    assert len(retracted) == counted["requests"] == 1
+    assert "KV cache pool is full. Retract requests" in locks.server.log
+
+    (run,) = retracted
+    generated = int(counted["output_tokens"])
+    assert 0 < generated < new - 1
+    known = [*run.prompt, *run.tokens[:generated]]
+    before, resumed = locks.alone(run.prompt, new), locks.alone(known, new - generated)
+    assert run.tokens == before.tokens
+    assert run.tokens[generated:] == resumed.tokens
+    assert_same_pages(run.rows_after(len(known)), resumed.rows)
+    assert_same_pages(run.rows_until(len(known) - 1), before.rows_until(len(known) - 1))
+
+    undisturbed = next(run for run in runs if not run.meta["num_retractions"])
+    assert_same(undisturbed, locks.alone(undisturbed.prompt, new))
