@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from locks_kernels import SummaryLayout
-from locks_kernels.reference import principal_basis, quantize, reconstruct, summarize_pages
+from locks_kernels.reference import quantize, reconstruct, summarize_pages
 
 from .capture import rotate
 from .measure import Scene
@@ -32,7 +32,7 @@ def stored_before_rope(scene: Scene, name: str) -> torch.Tensor:
 def fitted(scene: Scene, rank: int, basis_max: int) -> torch.Tensor:
     """Page-local basis with codes up to ``basis_max`` (0: not quantised), int8 C and mu."""
     centroid, centred = _centred(scene)
-    basis = principal_basis(centred, rank)
+    basis = scene.page_bases[..., :rank]
     return _tokens(_assemble(centroid, basis, centred @ basis, basis_max))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from locks_kernels import EnvelopeLayout, page_view
-from locks_kernels.reference import envelope_pages, score_pages
+from locks_kernels.reference import envelope_pages, principal_basis, score_pages
 
 from .capture import Capture
 
@@ -57,6 +58,12 @@ class Scene:
     def pages(self, keys: torch.Tensor | None = None) -> torch.Tensor:
         """Complete pages as ``[pages, B, H, d]``, of the text's keys or of others of their shape."""
         return page_view((self.keys if keys is None else keys).transpose(0, 1), self.page)
+
+    @cached_property
+    def page_bases(self) -> torch.Tensor:
+        """Principal directions of every complete page, unquantised, ``[pages, H, d, 8]``."""
+        pages = self.pages().transpose(1, 2)
+        return principal_basis(pages - pages.mean(-2, keepdim=True), 8)
 
     def page_masses(self, keys: torch.Tensor) -> torch.Tensor:
         """Log-mass of every page if the keys were ``keys [H, T, d]``, -inf past each query."""

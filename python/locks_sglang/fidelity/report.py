@@ -34,7 +34,8 @@ def save(rows: list[dict], about: dict, path: Path) -> None:
             "cpu": platform.machine(),
             "torch": torch.__version__,
         },
-        "command": shlex.join(["python", "-m", "locks_sglang.fidelity", *sys.argv[1:]]),
+        # Folders are this machine's own; names tell what was measured.
+        "command": shlex.join(["python", "-m", "locks_sglang.fidelity", *map(_name, sys.argv[1:])]),
         **about,
         "rows": rows,
     }
@@ -42,6 +43,10 @@ def save(rows: list[dict], about: dict, path: Path) -> None:
     body = json.dumps({**result, "rows": []}, indent=1)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     path.write_text(body.replace('"rows": []', f'"rows": [\n{lines}\n ]') + "\n")
+
+
+def _name(argument: str) -> str:
+    return Path(argument).name if "/" in argument else argument
 
 
 def mean_over_texts(rows: list[dict]) -> list[dict]:
@@ -125,4 +130,4 @@ def plot(rows: list[dict], path: Path) -> None:
     axes[1].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
