@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -20,7 +21,6 @@ from locks_kernels import (
     Summaries,
     SummaryLayout,
     attend,
-    attend_buffers,
     build,
     cuda_attend,
     summarize,
@@ -95,51 +95,46 @@ class Batch:
         return self.queries, self.keys, self.values, selection, self.table, self.lengths, self.scale
 
 
-def configure(warps, cluster, tiles, blocks=None):
-    """Point the op at a variant."""
-    attend_buffers.MAX_CLUSTER = cluster
+def constants(warps, blocks):
+    return {
+        **{"HEAD_DIM": D, "PAGE": B, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 1},
+        **{"WARPS": warps, "BLOCKS": blocks},
+    }
+
+
+def configure(warps, blocks, cluster, tiles=2):
+    """Point the op at a variant: warps a block, blocks a multiprocessor, largest cluster, tiles a warp."""
+    library = build.load("attend", **constants(warps, blocks))
+    cuda_attend._clusters.clear()
+    cuda_attend.CLUSTERS = tuple(size for size in (1, 2, 4, 8, 16) if size <= cluster)
     cuda_attend.TILES_A_WARP = tiles
-    geometry = {"HEAD_DIM": D, "PAGE": B, "Q_TYPE": 0, "HEAD_TILES": 1}
-
-    def library(queries, keys):
-        constants = dict(geometry, KV_TYPE=cuda_attend.KV_TYPES[keys.dtype])
-        return build.load("attend", **constants, **({"WARPS": warps} if warps != 4 else {}))
-
-    cuda_attend.library = library
+    cuda_attend.library = lambda queries, keys: library
+    return cuda_attend.clusters_of(library)
 
 
+BUILDS = ((4, 3), (8, 1))
 VARIANTS = (
-    *((4, 8, 1), (4, 8, 2), (4, 8, 4), (4, 4, 1), (4, 4, 2), (4, 1, 1), (4, 1, 2)),
-    *(
-        (8, 8, 1),
-        (8, 8, 2),
-        (8, 4, 1),
-        (8, 2, 1),
-        (16, 8, 1),
-        (16, 4, 1),
-        (4, 16, 1),
-        (4, 16, 2),
-        (8, 16, 1),
-    ),
-)  # warps a block, blocks a cluster at most, tiles a warp at least
+    *((4, 3, 16, 2), (4, 3, 16, 1), (4, 3, 8, 1), (4, 3, 8, 2), (4, 3, 8, 4)),
+    *((8, 1, 16, 1), (8, 1, 8, 1), (8, 1, 8, 2)),
+)
+DENSE = ((4, 3, 16), (4, 3, 8), (8, 1, 16), (8, 1, 8))
 
 
 def time_attend():
     """2,048 selected tokens of 512K: in a row (dependent launches overlap) and between other kernels."""
-    attend_buffers.MAX_CLUSTER = 16
     batch = Batch(1, 524_288)
     selections = batch.lists(128, 48)
     small = torch.zeros(32, device="cuda")
     base = graph_us([lambda: small.add_(1)] * 48)
     print(f"a small kernel alone {base:.2f} us")
-    for warps, cluster, tiles in VARIANTS:
-        configure(warps, cluster, tiles)
+    for variant in VARIANTS:
+        clusters = configure(*variant)
         calls = [partial(batch.run, chosen) for chosen in selections]
         between = [call for run in calls for call in (run, lambda: small.add_(1))]
         chained, apart = graph_us(calls), 2 * graph_us(between) - base
         print(
-            f"attend 2048 tokens: warps {warps} cluster {cluster} tiles {tiles}: "
-            f"{chained:.2f} us in a row, {apart:.2f} us between others",
+            f"attend 2048 tokens: {variant}: {chained:.2f} us in a row, {apart:.2f} us between others; "
+            f"clusters {clusters}",
             flush=True,
         )
     triton = graph_us([partial(batch.triton, chosen) for chosen in selections])
@@ -158,10 +153,10 @@ def time_dense_shape(rows, context):
     moved = 2 * 2 * rows * context * H * D
     everything = batch.everything()
     line = []
-    for warps, cluster in ((4, 8), (4, 4), (4, 1), (8, 4), (8, 8)):
-        configure(warps, cluster, 1)
+    for variant in DENSE:
+        configure(*variant)
         us = graph_us([partial(batch.run, everything)] * (8 if moved < 1e9 else 2), 8)
-        line.append(f"w{warps}c{cluster} {us:.1f} us {moved / us * 1e-6:.2f} TB/s")
+        line.append(f"{variant} {us:.1f} us {moved / us * 1e-6:.2f}")
     us = graph_us([partial(batch.triton, everything)] * 2, 5)
     print(f"dense {rows} x {context}:", "; ".join(line), f"; triton {us:.1f}", flush=True)
 
@@ -216,6 +211,8 @@ def bf16(*shape):
 
 
 if __name__ == "__main__":
+    with ThreadPoolExecutor(8) as pool_of_builds:
+        list(pool_of_builds.map(lambda pair: build.load("attend", **constants(*pair)), BUILDS))
     chosen = sys.argv[1:] or ["attend", "dense", "summarize"]
     for name in chosen:
         {"attend": time_attend, "dense": time_dense, "summarize": time_summarize}[name]()

@@ -58,7 +58,7 @@ def attend(
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
     else:
         output, lse = out
-    chosen = dispatch.choose(impl, queries.device)
+    chosen = dispatch.choose(impl, queries.device, keys.dtype)
     arguments = (queries, keys, values, selection, page_table, seq_lens, sm_scale, v_scale, output, lse)
     if chosen == "torch":
         _attend_torch(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,8 +11,8 @@ import torch
 MAX_BLOCKS = 512
 """Most blocks of a launch whose rows are split; larger batches are not split at all."""
 
-MAX_CLUSTER = 8
-"""Most blocks that merge through each other's shared memory (what every Hopper GPU allows)."""
+MAX_CLUSTER = 16
+"""Most blocks that merge through each other's shared memory."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,18 @@ class AttendBuffers:
         return self.output.nbytes + self.sums.nbytes + self.arrivals.nbytes
 
 
-def split(row_heads: int, blocks: int) -> tuple[int, int]:
-    """Splits of every (row, KV head) and blocks a cluster, for a GPU that holds ``blocks`` at a time.
+def split(row_heads: int, clusters: Mapping[int, int]) -> tuple[int, int]:
+    """Splits of every (row, KV head) and blocks a cluster.
 
-    One wave of blocks: the tokens of a (row, KV head) are dealt evenly to its splits.  Splits
-    past one cluster come in whole clusters.
+    ``clusters[n]`` says how many clusters of n blocks the GPU holds at a time.  One wave of
+    blocks, since a second one would wait for the first: the tokens of a (row, KV head) are
+    dealt evenly to its splits, in the largest clusters of which each gets at least one.
     """
-    each = max(1, min(blocks, MAX_BLOCKS) // row_heads)
-    if each >= MAX_CLUSTER:
-        return each // MAX_CLUSTER * MAX_CLUSTER, MAX_CLUSTER
-    cluster = 1 << (each.bit_length() - 1)
-    return cluster, cluster
+    for size in sorted(clusters, reverse=True):
+        each = min(clusters[size], MAX_BLOCKS // size) // row_heads
+        if each:
+            return each * size, size
+    return 1, 1
 
 
 @cache

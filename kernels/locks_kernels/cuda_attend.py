@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 
 from . import build
-from .attend_buffers import AttendBuffers, multiprocessors, split
+from .attend_buffers import AttendBuffers, split
 from .select import Selection
 
-QUERY_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+QUERY_TYPES = {torch.bfloat16: 0, torch.float16: 1}
 KV_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 3}
 MAX_GROUP = 16
 
-TILES_A_WARP = 1
+CLUSTERS = (1, 2, 4, 8, 16)
+
+TILES_A_WARP = 2
 """Tiles of 16 tokens that a warp gets at least before a (row, KV head) is split further."""
 
 
@@ -41,7 +42,7 @@ def attend(
     rows, q_heads, _ = queries.shape
     kv_heads = keys.shape[2]
     kernel = library(queries, keys)
-    splits, cluster = split(rows * kv_heads, _blocks(kernel, queries.device))
+    splits, cluster = split(rows * kv_heads, clusters_of(kernel))
     kernel.attend(
         queries.data_ptr(),
         *queries.stride()[:2],
@@ -112,10 +113,13 @@ def _names(types: dict[torch.dtype, int]) -> str:
     return ", ".join(str(name).removeprefix("torch.") for name in types)
 
 
-@cache
-def _blocks_a_multiprocessor(kernel: Any) -> int:
-    return int(kernel.blocks_a_multiprocessor())
+_clusters: dict[int, dict[int, int]] = {}
 
 
-def _blocks(kernel: Any, device: torch.device) -> int:
-    return _blocks_a_multiprocessor(kernel) * multiprocessors(device)
+def clusters_of(kernel: Any) -> dict[int, int]:
+    """Clusters of 1, 2, ... blocks that the GPU holds at a time; ``build`` keeps libraries for good."""
+    found = _clusters.get(id(kernel))
+    if found is None:
+        found = {size: int(kernel.clusters_at_a_time(size)) for size in CLUSTERS}
+        _clusters[id(kernel)] = found
+    return found

@@ -11,7 +11,7 @@ from . import build
 from .layout import Envelopes, Records, SummaryLayout
 from .pointers import pointer_table
 
-KEY_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
+KEY_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 3}
 
 
 def summarize(keys: Sequence[torch.Tensor], slots: torch.Tensor, records: Records) -> None:
@@ -41,7 +41,7 @@ def load(records: Records, dtype: torch.dtype) -> Any:
     """The library for a record format and a key dtype; compiles at the first call."""
     if dtype not in KEY_TYPES:
         legal = ", ".join(str(name).removeprefix("torch.") for name in KEY_TYPES)
-        raise ValueError(f"keys of dtype {dtype} are not supported; legal: {legal}")
+        raise ValueError(f"keys of dtype {dtype}; legal: {legal} (fp32 pools: impl='triton')")
     layout = records.layout
     constants = {"HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "KEY_TYPE": KEY_TYPES[dtype]}
     if not isinstance(layout, SummaryLayout):

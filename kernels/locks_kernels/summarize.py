@@ -34,7 +34,7 @@ def summarize(
     non-finite key element counts as 0; other pages are never affected.
     """
     _check(keys, slots, records)
-    chosen = dispatch.choose(impl, slots.device)
+    chosen = dispatch.choose(impl, slots.device, keys[0].dtype)
     if slots.shape[0] == 0:
         return
     if chosen == "cuda":

@@ -16,7 +16,7 @@ def splits(rows: int, kv_heads: int, device: torch.device) -> int:
     """Splits of every row's tokens: enough programs for the GPU, from the shape alone."""
     if device.type == "cpu":
         return 3
-    return split(rows * kv_heads, 2 * multiprocessors(device))[0]
+    return split(rows * kv_heads, {1: 2 * multiprocessors(device)})[0]
 
 
 def attend(

@@ -75,18 +75,36 @@ def summarize(keys: Sequence[torch.Tensor], slots: torch.Tensor, records: Record
         SCALES=layout.scale_count,
         TOLERANCE=RANK_TOLERANCE,
         num_warps=4,
+        num_stages=1,
     )
 
 
 @triton.jit
-def _load_page(keys, slot, k_page, k_slot, k_head, KEY: tl.constexpr, B: tl.constexpr, D: tl.constexpr):
-    """Keys of the page that ``slot`` completes, fp32 ``[B, D]``; a non-finite element is 0."""
+def _load_page(
+    keys, slot, first, k_page, k_slot, k_head, KEY: tl.constexpr, B: tl.constexpr, D: tl.constexpr
+):
+    """Keys of the page that ``slot`` completes, dimensions ``first`` to ``first + D``: fp32 ``[B, D]``.
+
+    A non-finite element is 0.
+    """
     layer = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
-    base = tl.load(keys + layer).to(tl.pointer_type(KEY))
-    at = (slot // B) * k_page + tl.arange(0, B)[:, None] * k_slot + head * k_head + tl.arange(0, D)[None, :]
-    page = tl.load(base + at).to(tl.float32)
+    base = tl.load(keys + layer).to(tl.pointer_type(KEY)) + (slot // B) * k_page + head * k_head + first
+    page = tl.load(base + tl.arange(0, B)[:, None] * k_slot + tl.arange(0, D)[None, :]).to(tl.float32)
     return tl.where(tl.abs(page) < float("inf"), page, 0.0)
+
+
+@triton.jit
+def _rotated_page(
+    keys, slot, hadamard, k_page, k_slot, k_head, KEY: tl.constexpr, B: tl.constexpr, D: tl.constexpr
+):
+    """The page times the Hadamard matrix, 64 of its rows at a time to spare shared memory."""
+    page = tl.zeros([B, D], tl.float32)
+    for first in range(0, D, 64):
+        part = _load_page(keys, slot, first, k_page, k_slot, k_head, KEY, B, 64)
+        rows = hadamard + (first + tl.arange(0, 64)[:, None]) * D + tl.arange(0, D)[None, :]
+        page += tl.dot(part, tl.load(rows), input_precision="ieee")
+    return page
 
 
 @triton.jit
@@ -106,7 +124,7 @@ def _envelope_kernel(
 ):
     slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     if slot % B == B - 1:
-        page = _load_page(keys, slot, k_page, k_slot, k_head, KEY, B, D)
+        page = _load_page(keys, slot, 0, k_page, k_slot, k_head, KEY, B, D)
         record = (tl.program_id(1).to(tl.int64) * pages + slot // B) * kv_heads + tl.program_id(2)
         at = record * D + tl.arange(0, D)
         tl.store(low + at, bf16_bits(tl.min(page, 0))[0].to(tl.int16))
@@ -149,10 +167,10 @@ def _summary_kernel(
         columns = tl.arange(0, RP)
         scale_at = scales + record * SCALES
 
-        page = _load_page(keys, slot, k_page, k_slot, k_head, KEY, B, D)
         if rotated:
-            h = tl.load(hadamard + dims[:, None] * D + dims[None, :])
-            page = tl.dot(page, h, input_precision="ieee")
+            page = _rotated_page(keys, slot, hadamard, k_page, k_slot, k_head, KEY, B, D)
+        else:
+            page = _load_page(keys, slot, 0, k_page, k_slot, k_head, KEY, B, D)
         mu = tl.sum(page, 0) / B
         centred = page - mu[None, :]
 

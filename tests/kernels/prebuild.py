@@ -8,12 +8,13 @@ from locks_kernels import build
 ATTEND = [
     *(
         {"HEAD_DIM": 128, "PAGE": 16, "KV_TYPE": 0, "Q_TYPE": q, "HEAD_TILES": n}
-        for q, n in ((0, 1), (0, 2), (2, 1))
+        for q, n in ((0, 1), (0, 2))
     ),
     {"HEAD_DIM": 64, "PAGE": 32, "KV_TYPE": 1, "Q_TYPE": 1, "HEAD_TILES": 1},
     {"HEAD_DIM": 256, "PAGE": 64, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 1},
     {"HEAD_DIM": 256, "PAGE": 16, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 2},
     {"HEAD_DIM": 128, "PAGE": 16, "KV_TYPE": 3, "Q_TYPE": 0, "HEAD_TILES": 1},
+    {"HEAD_DIM": 128, "PAGE": 16, "KV_TYPE": 3, "Q_TYPE": 1, "HEAD_TILES": 1},
     {"HEAD_DIM": 64, "PAGE": 16, "KV_TYPE": 3, "Q_TYPE": 0, "HEAD_TILES": 1},
     {"HEAD_DIM": 64, "PAGE": 16, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 1},
 ]
@@ -21,7 +22,7 @@ SUMMARIZE = [
     *((r, 4, 0, 128, 16, 0) for r in (1, 2, 4, 8, 16)),
     *((r, 4, 1, 128, 16, 0) for r in (4, 6, 8, 16)),
     *((r, 16, 0, 128, 16, 0) for r in (1, 4, 8)),
-    *((r, b, t, 128, 16, k) for (r, b, t), k in product(((4, 4, 0), (6, 4, 1)), (1, 2, 3))),
+    *((r, b, t, 128, 16, k) for (r, b, t), k in product(((4, 4, 0), (6, 4, 1)), (1, 3))),
     (6, 8, 0, 128, 16, 0),
     (4, 4, 0, 64, 16, 0),
     (6, 4, 1, 256, 16, 0),

@@ -11,7 +11,7 @@
 // variant: HEAD_DIM=128 PAGE=16 KV_TYPE=0 Q_TYPE=0 HEAD_TILES=1
 // variant: HEAD_DIM=128 PAGE=16 KV_TYPE=0 Q_TYPE=0 HEAD_TILES=2
 // variant: HEAD_DIM=64 PAGE=32 KV_TYPE=3 Q_TYPE=1 HEAD_TILES=1
-// variant: HEAD_DIM=256 PAGE=64 KV_TYPE=1 Q_TYPE=2 HEAD_TILES=2
+// variant: HEAD_DIM=256 PAGE=64 KV_TYPE=1 Q_TYPE=1 HEAD_TILES=2
 #include "keys.cuh"
 
 #ifndef HEAD_DIM
@@ -32,17 +32,19 @@ constexpr int kPage = PAGE;
 constexpr int kTiles = HEAD_TILES;  // of 8 query heads: the group is padded to 8 or 16
 constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
-constexpr bool kBf16Math = KV_TYPE == kBf16;  // fp16 for fp16 and (exactly) for e4m3 pools
-static_assert(KV_TYPE != kFp32, "fp32 pools are served by the Triton path");
+#ifndef BLOCKS  // that a multiprocessor should hold at a time, which limits the registers
+#define BLOCKS (HEAD_DIM * HEAD_TILES <= 128 ? 12 / WARPS : HEAD_DIM * HEAD_TILES <= 256 ? 8 / WARPS : 1)
+#endif
+constexpr int kBlocks = BLOCKS;
+static_assert(Q_TYPE == kBf16 || Q_TYPE == kFp16, "queries");
 
-constexpr int kRows = kDim / 32;    // vectors of 8 elements a lane has of one K row
-constexpr int kChunks = kDim / 64;  // vectors a lane has of one V row
+constexpr int kRows = kDim / 32;    // vectors of 8 dimensions a lane has of one K row
+constexpr int kChunks = kDim / 64;  // and of one V row
 constexpr int kHeads = 8 * kTiles;
 constexpr int kPitch = kDim + 4;  // floats; keeps the lanes' heads in different banks
 constexpr float kLow = -1e30f;    // stands for -inf where differences are taken
 
-using Vector = KeyType<KV_TYPE>::Vector;
-constexpr int kElementBytes = KeyType<KV_TYPE>::kBytes;
+using Kv = KeyType<KV_TYPE>;
 
 struct Params {
   const void* queries;
@@ -65,40 +67,20 @@ struct Params {
   int kv_heads, group, splits, cluster, tiles_a_warp;
 };
 
+constexpr int kMostPeers = 16;
+constexpr int kMostItems = kHeads * kDim / 4;  // of four floats of the output each
+
 struct Shared {
   alignas(16) float output[kWarps][kHeads * kPitch];
   float peak[kWarps][kHeads];
   float total[kWarps][kHeads];
-  float2 sums[kHeads];  // of the block
+  // What the blocks of the cluster send: this block's slice of their outputs, all their sums.
+  alignas(16) float4 inbox[kMostItems + kMostPeers];
+  float2 inbox_sums[kMostPeers][kHeads];
   int last;
 };
 
 // ---- operands ---------------------------------------------------------------------------------
-
-// Eight elements of the pool as four packed pairs in the dtype of the products.
-template <typename Raw>
-__device__ __forceinline__ void to_words(const Raw& raw, uint32_t (&w)[4]) {
-  if constexpr (sizeof(Raw) == 8) {  // e4m3
-    const uint32_t words[2] = {raw.x, raw.y};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      auto pair = static_cast<__nv_fp8x2_storage_t>(words[i / 2] >> (i % 2 * 16) & 0xffff);
-      __half2_raw both = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);
-      w[i] = static_cast<uint32_t>(both.x) | static_cast<uint32_t>(both.y) << 16;
-    }
-  } else {
-    w[0] = raw.x, w[1] = raw.y, w[2] = raw.z, w[3] = raw.w;
-  }
-}
-
-__device__ __forceinline__ uint32_t pack_product(float low, float high) {
-  if constexpr (kBf16Math) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<uint32_t*>(&pair);
-  } else {
-    return pack_half(low, high);
-  }
-}
 
 // The 8x8 matrix of 16-bit elements held by the warp, transposed.
 __device__ __forceinline__ uint32_t transpose(uint32_t v) {
@@ -119,14 +101,19 @@ struct Queries {
       int64_t at = row * params.q_row + (head * params.group + member) * params.q_head + 8 * t;
 #pragma unroll
       for (int c = 0; c < kRows; ++c) {
-        float v[8] = {};
-        if (member < params.group) {
-          auto raw = *reinterpret_cast<const KeyType<Q_TYPE>::Vector*>(
-              static_cast<const unsigned char*>(params.queries) + (at + 32 * c) * KeyType<Q_TYPE>::kBytes);
-          KeyType<Q_TYPE>::unpack(raw, v);
-        }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[n][c][i] = pack_product(v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) words[n][c][i] = 0;
+        if (member < params.group) {
+          const auto* from = static_cast<const unsigned char*>(params.queries) + 2 * (at + 32 * c);
+          KeyType<Q_TYPE>::words(KeyType<Q_TYPE>::load(from), words[n][c]);
+        }
+        if constexpr (KeyType<Q_TYPE>::kBf16Math != Kv::kBf16Math) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float2 pair = KeyType<Q_TYPE>::pair(words[n][c][i]);
+            words[n][c][i] = Kv::pack(pair.x, pair.y);
+          }
+        }
       }
     }
   }
@@ -159,38 +146,10 @@ struct PageList {
   }
 };
 
+// Tokens past the end are loaded as zero: what lies in the pool there may be NaN.
 struct Tile {
-  Vector k[2][kRows];    // tokens g and g + 8, dimensions 32 c + 8 t + {0..7}
-  Vector v[4][kChunks];  // tokens 2 t + {0, 1, 8, 9}, dimensions 64 c + 8 g + {0..7}
-
-  // Tokens at or past `tokens` read as zero: what lies in the pool there may be NaN.
-  __device__ __forceinline__ void load_keys(const unsigned char* base, int64_t slot_bytes, int tokens) {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int token = g + 8 * i;
-#pragma unroll
-      for (int c = 0; c < kRows; ++c) {
-        k[i][c] = token < tokens ? load_vector(base + token * slot_bytes + (32 * c + 8 * t) * kElementBytes) : Vector{};
-      }
-    }
-  }
-  __device__ __forceinline__ void load_values(const unsigned char* base, int64_t slot_bytes, int tokens) {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int token = 2 * t + (i & 1) + 8 * (i >> 1);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        v[i][c] = token < tokens ? load_vector(base + token * slot_bytes + (64 * c + 8 * g) * kElementBytes) : Vector{};
-      }
-    }
-  }
-
- private:
-  static __device__ __forceinline__ Vector load_vector(const unsigned char* at) {
-    return __ldg(reinterpret_cast<const Vector*>(at));
-  }
+  TokenRows<KV_TYPE, kDim> keys;
+  TokenColumns<KV_TYPE, kDim> values;
 };
 
 struct Accumulator {
@@ -226,13 +185,13 @@ __device__ __forceinline__ void products(const Tile& tile, const Queries& querie
 #pragma unroll
   for (int c = 0; c < kRows; ++c) {
     uint32_t top[4], bottom[4];
-    to_words(tile.k[0][c], top);
-    to_words(tile.k[1][c], bottom);
+    Kv::words(tile.keys.v[0][c], top);
+    Kv::words(tile.keys.v[1][c], bottom);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const uint32_t(&q)[4] = queries.words[n][c];
-      mma_f16_k16<kBf16Math>(s[n], top[0], bottom[0], top[1], bottom[1], q[0], q[1], s[n]);
-      mma_f16_k16<kBf16Math>(s[n], top[2], bottom[2], top[3], bottom[3], q[2], q[3], s[n]);
+      Kv::mma(s[n], top[0], bottom[0], top[1], bottom[1], q[0], q[1]);
+      Kv::mma(s[n], top[2], bottom[2], top[3], bottom[3], q[2], q[3]);
     }
   }
 }
@@ -260,8 +219,8 @@ __device__ __forceinline__ void weights(float (&s)[kTiles][4], int tokens, float
       s[n][j + 2] = exp2_approx(s[n][j + 2] - top);
       acc.total[n][j] = acc.total[n][j] * decay[n][j] + s[n][j] + s[n][j + 2];
     }
-    p[n][0] = transpose(pack_product(s[n][0], s[n][1]));
-    p[n][1] = transpose(pack_product(s[n][2], s[n][3]));
+    p[n][0] = transpose(Kv::pack(s[n][0], s[n][1]));
+    p[n][1] = transpose(Kv::pack(s[n][2], s[n][3]));
   }
   if (__any_sync(kFullWarp, grown)) {
 #pragma unroll
@@ -282,16 +241,13 @@ __device__ __forceinline__ void accumulate(const Tile& tile, const uint32_t (&p)
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     uint32_t w[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to_words(tile.v[i][c], w[i]);
+    tile.values.words(c, w);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      uint32_t a0 = __byte_perm(w[0][j], w[1][j], 0x5410), a1 = __byte_perm(w[0][j], w[1][j], 0x7632);
-      uint32_t a2 = __byte_perm(w[2][j], w[3][j], 0x5410), a3 = __byte_perm(w[2][j], w[3][j], 0x7632);
+      uint32_t a[4];
+      tile.values.operand(w, j, a);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        mma_f16_k16<kBf16Math>(acc.output[n][c][j], a0, a1, a2, a3, p[n][0], p[n][1], acc.output[n][c][j]);
-      }
+      for (int n = 0; n < kTiles; ++n) Kv::mma(acc.output[n][c][j], a[0], a[1], a[2], a[3], p[n][0], p[n][1]);
     }
   }
 }
@@ -305,8 +261,8 @@ __device__ __forceinline__ void attend_tiles(const Params& params, const Queries
   auto slot_of = [](int tile) { return tile % (kPage / 16) * 16; };
   Tile tile;
   int64_t page = list.page(begin);
-  tile.load_keys(keys + page * params.k_page + slot_of(begin) * params.k_slot, params.k_slot, tokens - 16 * begin);
-  tile.load_values(values + page * params.v_page + slot_of(begin) * params.v_slot, params.v_slot, tokens - 16 * begin);
+  tile.keys.load(keys + page * params.k_page + slot_of(begin) * params.k_slot, params.k_slot, tokens - 16 * begin);
+  tile.values.load(values + page * params.v_page + slot_of(begin) * params.v_slot, params.v_slot, tokens - 16 * begin);
   for (int at = begin; at < end; ++at) {
     // Past the end nothing is loaded: no token is left of the share.
     int next = at + 1;
@@ -315,17 +271,17 @@ __device__ __forceinline__ void attend_tiles(const Params& params, const Queries
     float s[kTiles][4];
     uint32_t p[kTiles][2];
     products(tile, queries, s);
-    tile.load_keys(keys + page * params.k_page + slot_of(next) * params.k_slot, params.k_slot, left);
+    tile.keys.load(keys + page * params.k_page + slot_of(next) * params.k_slot, params.k_slot, left);
     weights(s, tokens - 16 * at, params.scale, acc, p);
     accumulate(tile, p, acc);
-    tile.load_values(values + page * params.v_page + slot_of(next) * params.v_slot, params.v_slot, left);
+    tile.values.load(values + page * params.v_page + slot_of(next) * params.v_slot, params.v_slot, left);
   }
 }
 
 // ---- merging --------------------------------------------------------------------------------------
 
-// The block's warps into shared.output[0] (relative to the block's maxima) and shared.sums.
-__device__ __forceinline__ void merge_warps(Shared& shared, Accumulator& acc) {
+// The warps' outputs, relative to the block's maxima, to shared memory.
+__device__ __forceinline__ void stage_warps(Shared& shared, Accumulator& acc) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -358,30 +314,12 @@ __device__ __forceinline__ void merge_warps(Shared& shared, Accumulator& acc) {
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < kHeads * kDim / 4; i += kThreads) {
-    int at = i / (kDim / 4) * kPitch + i % (kDim / 4) * 4;
-    float4 sum = *reinterpret_cast<float4*>(&shared.output[0][at]);
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) {
-      float4 v = *reinterpret_cast<float4*>(&shared.output[w][at]);
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
-    *reinterpret_cast<float4*>(&shared.output[0][at]) = sum;
-  }
-  if (threadIdx.x < kHeads) {
-    float top = kLow, total = 0.f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      top = fmaxf(top, shared.peak[w][threadIdx.x]);
-      total += shared.total[w][threadIdx.x];
-    }
-    shared.sums[threadIdx.x] = make_float2(top, total);
-  }
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// ---- clusters -------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t peer_address(const void* pointer, int rank) {
   uint32_t address;
@@ -389,18 +327,49 @@ __device__ __forceinline__ uint32_t peer_address(const void* pointer, int rank) 
   return address;
 }
 
-__device__ __forceinline__ float2 peer_float2(const float2* pointer, int rank) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(peer_address(pointer, rank)));
-  return v;
+__device__ __forceinline__ void send(float4* target, int rank, float4 v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(peer_address(target, rank)), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w)
+               : "memory");
 }
 
-__device__ __forceinline__ float4 peer_float4(const float* pointer, int rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(peer_address(pointer, rank)));
-  return v;
+__device__ __forceinline__ void send(float2* target, int rank, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(peer_address(target, rank)), "f"(v.x), "f"(v.y)
+               : "memory");
+}
+
+// How the items (fours) of [group x kDim] are dealt to the blocks of a cluster.
+struct Slices {
+  int items, peers, stride;
+  __device__ __forceinline__ Slices(int items, int peers)
+      : items(items), peers(peers), stride((items + peers - 1) / peers) {}
+  __device__ __forceinline__ int begin(int rank) const { return min(items, stride * rank); }
+  __device__ __forceinline__ int owner(int item) const { return item / stride; }
+};
+
+// Sums the block's warps and sends every peer its slice.
+__device__ __forceinline__ void send_slices(Shared& shared, const Slices& slices, int rank, int group) {
+  for (int item = threadIdx.x; item < slices.items; item += kThreads) {
+    int at = item / (kDim / 4) * kPitch + item % (kDim / 4) * 4;
+    float4 sum = *reinterpret_cast<float4*>(&shared.output[0][at]);
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) {
+      float4 v = *reinterpret_cast<float4*>(&shared.output[w][at]);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    int owner = slices.owner(item);
+    send(&shared.inbox[rank * slices.stride + item - slices.begin(owner)], owner, sum);
+  }
+  for (int i = threadIdx.x; i < slices.peers * group; i += kThreads) {
+    int head = i % group;
+    float top = kLow, total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      top = fmaxf(top, shared.peak[w][head]);
+      total += shared.total[w][head];
+    }
+    send(&shared.inbox_sums[rank][head], i / group, make_float2(top, total));
+  }
 }
 
 // Running combination of parts that are each relative to their own maximum.
@@ -419,6 +388,23 @@ struct Merged {
   }
 };
 
+// All parts in order, the loads of kBatch of them in flight together.
+template <int kBatch, typename Load>
+__device__ __forceinline__ Merged merge_parts(int parts, const Load& load) {
+  Merged merged;
+  for (int first = 0; first < parts; first += kBatch) {
+    float2 sums[kBatch];
+    float4 v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) load(min(first + i, parts - 1), sums[i], v[i]);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i < parts) merged.add(sums[i], v[i]);
+    }
+  }
+  return merged;
+}
+
 __device__ __forceinline__ void write_output(const Params& params, const Merged& merged, int64_t row_head, int member,
                                              int dim) {
   float inverse = merged.total > 0.f ? params.v_scale / merged.total : 0.f;
@@ -426,9 +412,7 @@ __device__ __forceinline__ void write_output(const Params& params, const Merged&
   float v[4] = {merged.output.x * inverse, merged.output.y * inverse, merged.output.z * inverse,
                 merged.output.w * inverse};
   int64_t at = head * kDim + dim;
-  if constexpr (Q_TYPE == kFp32) {
-    *reinterpret_cast<float4*>(static_cast<float*>(params.output) + at) = make_float4(v[0], v[1], v[2], v[3]);
-  } else if constexpr (Q_TYPE == kBf16) {
+  if constexpr (Q_TYPE == kBf16) {
     __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(v[0], v[1]), __floats2bfloat162_rn(v[2], v[3])};
     *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(params.output) + at) = *reinterpret_cast<uint2*>(pairs);
   } else {
@@ -443,7 +427,7 @@ __device__ __forceinline__ void write_output(const Params& params, const Merged&
 
 // ---- the kernel -----------------------------------------------------------------------------------
 
-__global__ void __launch_bounds__(kThreads) attend_kernel(Params params) {
+__global__ void __launch_bounds__(kThreads, kBlocks) attend_kernel(Params params) {
   extern __shared__ __align__(16) unsigned char storage[];
   Shared& shared = *reinterpret_cast<Shared*>(storage);
   int64_t row_head = blockIdx.y;
@@ -466,6 +450,8 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(Params params) {
   if (splits > params.cluster) splits = (splits + params.cluster - 1) / params.cluster * params.cluster;
   splits = min(splits, params.splits);
   if (split >= splits) return;
+  int peers = min(splits, params.cluster), rank = split % params.cluster;
+  if (peers > 1) cluster_arrive();
 
   Accumulator acc;
   acc.clear();
@@ -473,23 +459,28 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(Params params) {
   int begin = static_cast<int>(share * tiles / shares), end = static_cast<int>((share + 1) * tiles / shares);
   if (begin < end) attend_tiles(params, queries, pages, head, tokens, begin, end, acc);
   let_next_kernel_start();
-  merge_warps(shared, acc);
+  stage_warps(shared, acc);
 
   // Every block of the cluster merges one slice of [group x kDim] over the blocks.
-  int peers = min(splits, params.cluster), rank = split % params.cluster;
-  if (peers > 1) cluster_barrier();
-  else __syncthreads();
+  Slices slices(params.group * (kDim / 4), peers);
+  if (peers > 1) cluster_wait();  // all peers have started, so their shared memory is there
+  send_slices(shared, slices, rank, params.group);
+  if (peers > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   int clusters = splits / peers, cluster = split / params.cluster;
-  int items = params.group * (kDim / 4);
-  int first = items * rank / peers, stop = items * (rank + 1) / peers;
+  int first = slices.begin(rank), stop = slices.begin(rank + 1);
   int64_t slots = params.splits / params.cluster;  // clusters that a row has room for
   int64_t slot = row_head * slots + cluster;
   for (int item = first + threadIdx.x; item < stop; item += kThreads) {
     int member = item / (kDim / 4), dim = item % (kDim / 4) * 4;
-    Merged merged;
-    for (int peer = 0; peer < peers; ++peer) {
-      merged.add(peer_float2(&shared.sums[member], peer), peer_float4(&shared.output[0][member * kPitch + dim], peer));
-    }
+    Merged merged = merge_parts<4>(peers, [&](int peer, float2& sums, float4& v) {
+      sums = shared.inbox_sums[peer][member];
+      v = shared.inbox[peer * slices.stride + item - first];
+    });
     if (clusters == 1) {
       write_output(params, merged, row_head, member, dim);
     } else {
@@ -512,20 +503,23 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(Params params) {
       __threadfence();
       for (int item = first + threadIdx.x; item < stop; item += kThreads) {
         int member = item / (kDim / 4), dim = item % (kDim / 4) * 4;
-        Merged merged;
-#pragma unroll 4
-        for (int other = 0; other < clusters; ++other) {
+        Merged merged = merge_parts<8>(clusters, [&](int other, float2& sums, float4& v) {
           int64_t from = row_head * slots + other;
-          float2 sums = __ldcg(&params.partial_sums[(from * params.cluster + rank) * params.group + member]);
-          float4 v = __ldcg(reinterpret_cast<const float4*>(params.partial_output +
-                                                            (from * params.group + member) * kDim + dim));
-          merged.add(sums, v);
-        }
+          sums = __ldcg(&params.partial_sums[(from * params.cluster + rank) * params.group + member]);
+          v = __ldcg(reinterpret_cast<const float4*>(params.partial_output +
+                                                     (from * params.group + member) * kDim + dim));
+        });
         write_output(params, merged, row_head, member, dim);
       }
     }
   }
-  if (peers > 1) cluster_barrier();  // nobody leaves while a peer still reads its shared memory
+}
+
+void prepare() {
+  check_cuda(cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
+             "shared memory of attend");
+  check_cuda(cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+             "clusters of attend");
 }
 
 // Addresses, strides (in elements) and sizes as integers: the caller (cuda_attend.py) has checked them.
@@ -540,12 +534,12 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
                 q_head,
                 address<const unsigned char>(keys),
                 address<const unsigned char>(values),
-                k_page * kElementBytes,
-                k_slot * kElementBytes,
-                k_head * kElementBytes,
-                v_page * kElementBytes,
-                v_slot * kElementBytes,
-                v_head * kElementBytes,
+                k_page * Kv::kBytes,
+                k_slot * Kv::kBytes,
+                k_head * Kv::kBytes,
+                v_page * Kv::kBytes,
+                v_slot * Kv::kBytes,
+                v_head * Kv::kBytes,
                 address<const int>(pages),
                 width,
                 address<const int>(counts),
@@ -564,27 +558,36 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
                 static_cast<int>(splits),
                 static_cast<int>(cluster),
                 static_cast<int>(tiles_a_warp)};
-  static const cudaError_t raised =
-      cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
-  check_cuda(raised, "shared memory of attend");
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  check_cuda(allowed, "clusters of attend");
+  static const bool prepared = (prepare(), true);
+  (void)prepared;
   dim3 grid(static_cast<unsigned>(splits), static_cast<unsigned>(rows * kv_heads));
   launch(attend_kernel, grid, kThreads, sizeof(Shared), stream,
          static_cast<int>(cluster), params);
 }
 
-// Blocks of the kernel that one multiprocessor holds at a time.
-int64_t blocks_a_multiprocessor() {
-  int blocks = 0;
-  cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attend_kernel, kThreads, sizeof(Shared)),
-             "occupancy of attend");
-  return blocks;
+// Clusters of that many blocks that the GPU holds at a time; 0 where it cannot.
+int64_t clusters_at_a_time(int64_t cluster) {
+  prepare();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Shared);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, attend_kernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return clusters;
 }
 
 }  // namespace locks
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, locks::attend);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(blocks_a_multiprocessor, locks::blocks_a_multiprocessor);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(clusters_at_a_time, locks::clusters_at_a_time);
