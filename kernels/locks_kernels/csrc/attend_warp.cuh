@@ -1,0 +1,257 @@
+// One warp's share of attend: scores, online softmax and weighted values of tiles of 16 tokens.
+#pragma once
+
+#include "keys.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#define PAGE 16
+#define KV_TYPE 0
+#define Q_TYPE 0
+#define HEAD_TILES 1
+#endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+
+namespace locks {
+
+constexpr int kDim = HEAD_DIM;
+constexpr int kPage = PAGE;
+constexpr int kTiles = HEAD_TILES;  // of 8 query heads: the group is padded to 8 or 16
+constexpr int kWarps = WARPS;
+constexpr int kThreads = 32 * kWarps;
+#ifndef BLOCKS  // that a multiprocessor should hold at a time, which limits the registers
+#define BLOCKS (HEAD_DIM * HEAD_TILES <= 128 ? 12 / WARPS : HEAD_DIM * HEAD_TILES <= 256 ? 8 / WARPS : 1)
+#endif
+constexpr int kBlocks = BLOCKS;
+static_assert(Q_TYPE == kBf16 || Q_TYPE == kFp16, "queries");
+
+constexpr int kRows = kDim / 32;    // vectors of 8 dimensions a lane has of one K row
+constexpr int kChunks = kDim / 64;  // and of one V row
+constexpr int kHeads = 8 * kTiles;
+constexpr int kPitch = kDim + 4;  // floats; keeps the lanes' heads in different banks
+constexpr float kLow = -1e30f;    // stands for -inf where differences are taken
+
+using Kv = KeyType<KV_TYPE>;
+
+struct Params {
+  const void* queries;
+  int64_t q_row, q_head;
+  const unsigned char *keys, *values;
+  int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;  // bytes
+  const int* pages;
+  int64_t width;
+  const int* counts;
+  const int* page_table;
+  int64_t table_row;
+  Lengths lengths;
+  float scale;  // softmax scale times log2(e)
+  float v_scale;
+  void* output;
+  float* lse;
+  float* partial_output;   // [rows * kv_heads, clusters, group * kDim]
+  float2* partial_sums;    // [rows * kv_heads, clusters, cluster, group]: maximum and sum
+  unsigned* arrivals;      // [rows * kv_heads, cluster], zero between launches
+  int kv_heads, group, splits, cluster, tiles_a_warp;
+};
+
+// ---- operands ---------------------------------------------------------------------------------
+
+// The 8x8 matrix of 16-bit elements held by the warp, transposed.
+__device__ __forceinline__ uint32_t transpose(uint32_t v) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+  return out;
+}
+
+struct Queries {
+  uint32_t words[kTiles][kRows][4];
+
+  // Head g of every tile, dimensions 32 c + 8 t + {0..7}.
+  __device__ __forceinline__ void load(const Params& params, int row, int head) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      int member = 8 * n + g;
+      int64_t at = row * params.q_row + (head * params.group + member) * params.q_head + 8 * t;
+#pragma unroll
+      for (int c = 0; c < kRows; ++c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[n][c][i] = 0;
+        if (member < params.group) {
+          const auto* from = static_cast<const unsigned char*>(params.queries) + 2 * (at + 32 * c);
+          KeyType<Q_TYPE>::words(KeyType<Q_TYPE>::load(from), words[n][c]);
+        }
+        if constexpr (KeyType<Q_TYPE>::kBf16Math != Kv::kBf16Math) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float2 pair = KeyType<Q_TYPE>::pair(words[n][c][i]);
+            words[n][c][i] = Kv::pack(pair.x, pair.y);
+          }
+        }
+      }
+    }
+  }
+};
+
+// ---- one warp's share -----------------------------------------------------------------------------
+
+// Physical pages of the warp's tiles, 32 tiles at a time in the lanes, one batch ahead.
+struct PageList {
+  const int* pages;
+  int tile, end;  // of the batch in `ids`
+  int ids, next_ids;
+
+  __device__ __forceinline__ int read(int at) const {
+    at += threadIdx.x % 32;
+    return at < end ? pages[at / (kPage / 16)] : 0;
+  }
+  __device__ __forceinline__ PageList(const int* pages, int begin, int end) : pages(pages), tile(begin), end(end) {
+    ids = read(begin);
+    next_ids = read(begin + 32);
+  }
+  // Page of tile `at`, which does not decrease from call to call; 0 past the end.
+  __device__ __forceinline__ int64_t page(int at) {
+    if (at >= tile + 32) {
+      tile += 32;
+      ids = next_ids;
+      next_ids = read(tile + 32);
+    }
+    return __shfl_sync(kFullWarp, ids, at - tile);
+  }
+};
+
+// Tokens past the end are loaded as zero: what lies in the pool there may be NaN.
+struct Tile {
+  TokenRows<KV_TYPE, kDim> keys;
+  TokenColumns<KV_TYPE, kDim> values;
+};
+
+struct Accumulator {
+  // O^T: [tile of heads][chunk of 64 dims][pair of dims]: dims 64 c + 8 g + 2 j + {0, 1} (elements
+  // 0 1 and 2 3), heads 8 n + 2 t + {0, 1}.
+  float output[kTiles][kChunks][4][4];
+  float peak[kTiles][2], total[kTiles][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) peak[n][j] = kLow, total[n][j] = 0.f;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) output[n][c][j][i] = 0.f;
+        }
+      }
+    }
+  }
+};
+
+// S^T of a tile: tokens g (elements 0 1) and g + 8 (2 3), heads 8 n + 2 t + {0, 1}.
+__device__ __forceinline__ void products(const Tile& tile, const Queries& queries, float (&s)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = 0.f;
+  }
+#pragma unroll
+  for (int c = 0; c < kRows; ++c) {
+    uint32_t top[4], bottom[4];
+    Kv::words(tile.keys.v[0][c], top);
+    Kv::words(tile.keys.v[1][c], bottom);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint32_t(&q)[4] = queries.words[n][c];
+      Kv::mma(s[n], top[0], bottom[0], top[1], bottom[1], q[0], q[1]);
+      Kv::mma(s[n], top[2], bottom[2], top[3], bottom[3], q[2], q[3]);
+    }
+  }
+}
+
+// Online softmax of one tile; the weights replace the products as the B operand P^T.
+__device__ __forceinline__ void weights(float (&s)[kTiles][4], int tokens, float scale, Accumulator& acc,
+                                        uint32_t (&p)[kTiles][2]) {
+  int g = threadIdx.x % 32 / 4;
+  bool grown = false;
+  float decay[kTiles][2];
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = g + 8 * (i / 2) < tokens ? s[n][i] * scale : kLow;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float top = fmaxf(s[n][j], s[n][j + 2]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, step));
+      top = fmaxf(top, acc.peak[n][j]);
+      decay[n][j] = exp2_approx(acc.peak[n][j] - top);
+      grown |= top > acc.peak[n][j];
+      acc.peak[n][j] = top;
+      s[n][j] = exp2_approx(s[n][j] - top);
+      s[n][j + 2] = exp2_approx(s[n][j + 2] - top);
+      acc.total[n][j] = acc.total[n][j] * decay[n][j] + s[n][j] + s[n][j + 2];
+    }
+    p[n][0] = transpose(Kv::pack(s[n][0], s[n][1]));
+    p[n][1] = transpose(Kv::pack(s[n][2], s[n][3]));
+  }
+  if (__any_sync(kFullWarp, grown)) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc.output[n][c][j][i] *= decay[n][i % 2];
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void accumulate(const Tile& tile, const uint32_t (&p)[kTiles][2], Accumulator& acc) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    uint32_t w[4][4];
+    tile.values.words(c, w);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t a[4];
+      tile.values.operand(w, j, a);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) Kv::mma(acc.output[n][c][j], a[0], a[1], a[2], a[3], p[n][0], p[n][1]);
+    }
+  }
+}
+
+// Tiles [begin, end) of the row's `tokens` tokens.
+__device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, const int* pages, int head,
+                                             int tokens, int begin, int end, Accumulator& acc) {
+  const unsigned char* keys = params.keys + head * params.k_head;
+  const unsigned char* values = params.values + head * params.v_head;
+  PageList list(pages, begin, end);
+  auto slot_of = [](int tile) { return tile % (kPage / 16) * 16; };
+  Tile tile;
+  int64_t page = list.page(begin);
+  tile.keys.load(keys + page * params.k_page + slot_of(begin) * params.k_slot, params.k_slot, tokens - 16 * begin);
+  tile.values.load(values + page * params.v_page + slot_of(begin) * params.v_slot, params.v_slot, tokens - 16 * begin);
+  for (int at = begin; at < end; ++at) {
+    // Past the end nothing is loaded: no token is left of the share.
+    int next = at + 1;
+    int left = next < end ? tokens - 16 * next : 0;
+    page = list.page(next);
+    float s[kTiles][4];
+    uint32_t p[kTiles][2];
+    products(tile, queries, s);
+    tile.keys.load(keys + page * params.k_page + slot_of(next) * params.k_slot, params.k_slot, left);
+    weights(s, tokens - 16 * at, params.scale, acc, p);
+    accumulate(tile, p, acc);
+    tile.values.load(values + page * params.v_page + slot_of(next) * params.v_slot, params.v_slot, left);
+  }
+}
+
+}  // namespace locks
