@@ -38,6 +38,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--steps", type=int, default=30, help="measured steps a case; the median counts")
     parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
     parser.add_argument("--prefill", action="store_true", help="really prefill, in chunks of 8192 tokens")
+    parser.add_argument("--check", action="store_true", help="compare tokens where the budget covers all")
     parser.add_argument("--profile", action="store_true", help="add a list of kernels for every case")
     parser.add_argument("--out", type=Path, help="folder of the result file")
     parser.add_argument("--machine-name", default="h200")
@@ -51,23 +52,28 @@ def main() -> int:
     if arguments.child:
         return run_child(arguments, server_flags)
     rows: list[dict[str, Any]] = []
-    for number, variant in enumerate(arguments.variants.split(","), 1):
-        print(f"[{number}/{len(arguments.variants.split(','))}] {variant}", flush=True)
-        rows += run_variant(variant)
+    checks: dict[str, list[list[int]]] = {}
+    variants = arguments.variants.split(",")
+    copy_rate = results_file.copy_rate_tb_s()
+    for number, variant in enumerate(variants, 1):
+        print(f"[{number}/{len(variants)}] {variant}", flush=True)
+        rows += run_variant(variant, checks)
+        # Written after every variant, so that a run that is cut short is not lost.
+        path = results_file.write(
+            "decode_step",
+            rows,
+            machine_name=arguments.machine_name,
+            out=arguments.out,
+            made_from=arguments.commit,
+            copy_tb_s=copy_rate,
+        )
     print_table(rows)
-    path = results_file.write(
-        "decode_step",
-        rows,
-        machine_name=arguments.machine_name,
-        out=arguments.out,
-        made_from=arguments.commit,
-        copy_tb_s=results_file.copy_rate_tb_s(),
-    )
+    print_agreement(checks)
     print(f"written to {path}")
     return 0 if rows else 1
 
 
-def run_variant(variant: str) -> list[dict[str, Any]]:
+def run_variant(variant: str, checks: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
     """Run one variant in its own process; its rows come as JSON lines on its output."""
     command = [sys.executable, __file__, "--child", variant, *sys.argv[1:]]
     rows = []
@@ -79,6 +85,8 @@ def run_variant(variant: str) -> list[dict[str, Any]]:
                 print(
                     "  ", rows[-1]["batch"], "x", rows[-1]["context"], rows[-1]["step_ms"], "ms", flush=True
                 )
+            elif line.startswith("CHECK "):
+                checks[variant] = json.loads(line[6:])["tokens"]
             else:
                 print(line, end="", flush=True)
     if child.returncode:
@@ -102,6 +110,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"{batch:>6} x {context:<9}" + "".join(f"{cell:>18}" for cell in cells))
 
 
+def print_agreement(checks: dict[str, list[list[int]]]) -> None:
+    """Steps up to the first that differs from the first variant's tokens."""
+    names = list(checks)
+    for name in names[1:]:
+        pairs = list(zip(checks[names[0]], checks[name], strict=True))
+        same = next((step for step, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        print(f"tokens of {name} equal those of {names[0]} for {same} of {len(pairs)} steps")
+
+
 def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
     kind, _, rest = arguments.child.partition(":")
     form, _, backend = rest.partition(":")
@@ -113,7 +130,10 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
         flags += ["--sparse-decode", kind, "--sparse-decode-summary", form]
         flags += ["--sparse-decode-budget", str(arguments.budget)]
 
-    runner = start_runner(flags, [batch for batch, _ in grid])
+    runner = start_runner(flags, [2, *(batch for batch, _ in grid)])
+    if arguments.check:
+        tokens = generated_tokens(runner, context=arguments.budget - 150)
+        print("CHECK " + json.dumps({"variant": arguments.child, "tokens": tokens}), flush=True)
     fill_pool(runner)
     for batch, context in grid:
         row = {
@@ -180,8 +200,6 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
     import torch
     from sglang.benchmark import one_batch
 
-    runner.req_to_token_pool.clear()
-    runner.token_to_kv_pool_allocator.clear()
     with torch.no_grad():
         batch, extra = (
             prefilled(runner, batch_size, context)
@@ -207,6 +225,21 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
     }
 
 
+def generated_tokens(runner: Any, context: int, batch_size: int = 2, steps: int = 24) -> list[list[int]]:
+    """Greedy tokens of really prefilled requests that the budget covers: sparse must equal dense."""
+    import torch
+    from sglang.benchmark import one_batch
+
+    tokens = []
+    with torch.no_grad():
+        batch, _ = prefilled(runner, batch_size, context)
+        latest = torch.arange(batch_size, device=runner.device)
+        for _ in range(steps):
+            latest, _ = one_batch.decode(latest, batch, runner)
+            tokens.append(latest.tolist())
+    return tokens
+
+
 def make_batch(runner: Any, batch_size: int, context: int) -> tuple[Any, list[Any]]:
     """A batch of requests of random tokens; its KV slots are allocated by ``prepare_for_extend``."""
     from sglang.benchmark.one_batch import TreeCacheNamespace
@@ -214,6 +247,8 @@ def make_batch(runner: Any, batch_size: int, context: int) -> tuple[Any, list[An
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    runner.req_to_token_pool.clear()
+    runner.token_to_kv_pool_allocator.clear()
     requests = []
     for number in range(batch_size):
         ids = array("q", [(token * 7919 + number) % 10000 for token in range(context)])

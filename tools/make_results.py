@@ -1,0 +1,132 @@
+"""Write the measured parts of docs/results.md and README.md from benchmark/results/*.json.
+
+python tools/make_results.py            # update the pages and the plot
+python tools/make_results.py --check    # exit status 1 if a page is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pages
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmark" / "results"
+# Table C.22 and C.23 of the paper: r8i4 against the faster of FA3 and FlashInfer on an H200 NVL.
+PAPER = {
+    (1, 16384): 0.98, (1, 32768): 0.96, (1, 65536): 1.08, (1, 131072): 1.06, (1, 262144): 1.30,
+    (1, 524288): 1.54, (1, 1000000): 2.02, (4, 262144): 1.80, (8, 131072): 1.59, (16, 65536): 1.43,
+    (32, 32768): 1.26,
+}  # fmt: skip
+
+
+def newest(benchmark: str) -> dict[str, Any]:
+    """The newest result file of a benchmark."""
+    return json.loads(
+        max(RESULTS.glob(f"{benchmark}-*.json"), key=lambda path: path.name[-15:]).read_text()
+    )
+
+
+def origin(result: dict[str, Any]) -> str:
+    """One line: where, when, from which commit and with which command."""
+    machine = result["machine"]
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("torch", "sglang", "flashinfer") if machine[name]
+    )
+    rate = f"; measured copy rate {result['copy_tb_s']} TB/s" if result.get("copy_tb_s") else ""
+    return (
+        f"{machine['gpu'] or machine['cpu']}, {versions}; {result['date']}, "
+        f"commit `{result['commit']}`{rate}.\n"
+        f"Command: `{result['command']}`"
+    )
+
+
+def step_times(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
+    cases: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        cases.setdefault((row["batch"], row["context"]), {})[row["variant"]] = row
+    return cases
+
+
+def decode_step() -> str:
+    """Milliseconds of every variant, and the ratio of the faster dense backend to each sparse one."""
+    result = newest("decode_step")
+    variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
+    dense = [name for name in variants if name.startswith("dense")]
+    sparse = [name for name in variants if not name.startswith("dense")]
+    rows = []
+    for case, found in step_times(result).items():
+        fastest = min(found[name]["step_ms"] for name in dense)
+        cells = [f"{found[name]['step_ms']:.2f}" for name in dense]
+        cells += [
+            f"{found[name]['step_ms']:.2f} ({fastest / found[name]['step_ms']:.2f}x)" for name in sparse
+        ]
+        rows.append([f"{case[0]} x {case[1]:,}", *cells, f"{PAPER[case]:.2f}x" if case in PAPER else "-"])
+    head = ["batch x context", *(f"{name.replace(':', ' ')}, ms" for name in dense + sparse), "paper, r8i4"]
+    return f"{pages.table(head, rows)}\n\n{origin(result)}"
+
+
+def gains() -> str:
+    """The README's short table."""
+    result = newest("decode_step")
+    rows = []
+    for (batch, context), found in step_times(result).items():
+        fastest = min(row["step_ms"] for name, row in found.items() if name.startswith("dense"))
+        best = found["locks:r6h"]["step_ms"]
+        rows.append([f"{batch} x {context:,}", f"{fastest:.1f}", f"{best:.1f}", f"{fastest / best:.2f}x"])
+    return pages.table(["batch x context", "dense, ms", "sparse, ms", "speedup"], rows)
+
+
+def plot() -> None:
+    """Step time against context at batch 1."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "locks"
+    result = newest("decode_step")
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
+        chosen = [row for row in result["rows"] if row["variant"] == variant and row["batch"] == 1]
+        style = "--" if variant.startswith("dense") else "-"
+        axes.plot(
+            [row["context"] for row in chosen],
+            [row["step_ms"] for row in chosen],
+            style,
+            marker="o",
+            label=variant,
+        )
+    axes.set(xscale="log", xlabel="context, tokens (batch 1)", ylabel="decode step, ms", ylim=(0, None))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "decode_step.svg", metadata={"Date": None})
+
+
+PAGES = {
+    ROOT / "docs" / "results.md": {"decode_step": decode_step},
+    ROOT / "README.md": {"gains": gains},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if out of date")
+    arguments = parser.parse_args()
+    current = [
+        pages.update(path, parts, arguments.check, "python tools/make_results.py")
+        for path, parts in PAGES.items()
+    ]
+    if not arguments.check:
+        plot()
+    return 0 if all(current) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
