@@ -14,6 +14,8 @@ from .workspace import TILE_PAGES
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 MAX_GROUP = 16
 MAX_ROWS = 1024
+LARGE_RECORD = 1600
+"""Bytes above which the stages of four heads leave room for too few warps."""
 
 
 def score(
@@ -159,8 +161,24 @@ def library(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) 
         BASIS_BITS=8 if layout.suffix == "i8" else 4,
         ROTATED=int(layout.rotated),
         BLOCKS=-(-queries.shape[1] // (keys.shape[2] * 8)),
+        HEADS_TOGETHER=heads_together(records),
         **constants,
     )
+
+
+def heads_together(records: Summaries) -> int:
+    """Neighbouring KV heads whose records are copied as one run: what shared memory has room for."""
+    kv_heads = records.basis.shape[-2]
+    most = 4 if records.layout.bytes_per_page <= LARGE_RECORD else 1
+    return next(heads for heads in (4, 2, 1) if heads <= most and kv_heads % heads == 0)
+
+
+def _check_alignment(records: Summaries) -> None:
+    # What the copies of the kernel start at; a pool of its own allocation always fits.
+    starts = (16, 8, 16, 2 * heads_together(records))
+    for plane, alignment in zip(records.planes, starts, strict=True):
+        if plane.data_ptr() % alignment:
+            raise ValueError(f"a plane of the records does not start at a multiple of {alignment} bytes")
 
 
 def check(
@@ -187,6 +205,8 @@ def check(
         )
     if records is not None and not all(plane.is_contiguous() for plane in records.planes):
         raise ValueError("records must be contiguous planes as Summaries.allocate makes them")
+    if isinstance(records, Summaries):
+        _check_alignment(records)
     if any(stride % 8 for stride in queries.stride()[:2]) or queries.data_ptr() % 16:
         raise ValueError(f"strides of queries must be multiples of 8, got {queries.stride()}")
     if queries.stride(2) != 1 or keys.stride(3) != 1:

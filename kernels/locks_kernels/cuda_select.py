@@ -38,7 +38,7 @@ def select(
     if row_tiles is None and scores.stride(-1) != 1:
         raise ValueError("the scores of a head must be contiguous")
     strides = (0, 0) if row_tiles is not None else (scores.stride(0), scores.stride(1))
-    library().select(
+    library(q_heads // kv_heads).select(
         scores.data_ptr(),
         *strides,
         0 if lse is None else lse.data_ptr(),
@@ -53,7 +53,6 @@ def select(
         counts.data_ptr(),
         rows,
         kv_heads,
-        q_heads // kv_heads,
         page_size,
         width,
         page_table.shape[1],
@@ -61,6 +60,6 @@ def select(
     )
 
 
-def library() -> Any:
-    """The library; compiles at its first call, so call it before a graph capture."""
-    return build.load("select")
+def library(group: int) -> Any:
+    """The library for a number of query heads a KV head; compiles at its first call."""
+    return build.load("select", GROUP=group)

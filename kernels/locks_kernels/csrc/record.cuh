@@ -51,38 +51,59 @@ constexpr int kPaddedRank = kRank <= 4 ? 4 : kRank <= 8 ? 8 : 16;
 // Steps of 32 dimensions of the int8 products.
 constexpr int kSteps = kDim / 32;
 
-// ---- a stage: the records of one tile of kTile pages of one KV head --------------------------
+// ---- a stage: the records of one tile of kTile pages and kTogether neighbouring KV heads -------
 
-// Scales start at any even address: 16-byte pieces that cover them, wherever they start.
-constexpr int kScalePieces = (14 + kScaleBytes + 15) / 16;
-constexpr int kScaleStride = 16 * kScalePieces;
-// 16 bytes of padding keep the centroids of neighbouring pages in different banks.
-constexpr int kCentroidStride = kCentroidBytes + 16;
+#ifndef HEADS_TOGETHER
+#define HEADS_TOGETHER 4
+#endif
+constexpr int kTogether = HEADS_TOGETHER;
+static_assert(kTogether == 1 || kTogether == 2 || kTogether == 4, "heads together");
+
+// A page's scales start at a multiple of 8 or 4 bytes where the KV heads are a multiple of 4 or
+// 2 and are copied as they are.  A single head's start at any even address: pieces of 16 bytes
+// cover them, and where they start in these is noted beside the stage.
+constexpr bool kScalesShift = kTogether == 1;
+constexpr int kScalePiece = kScalesShift ? 16 : 2 * kTogether;
+constexpr int kScaleRun = kScalesShift ? (14 + kScaleBytes + 15) / 16 * 16 : kTogether * kScaleBytes;
+constexpr int kCoefficientRun = kTogether * kCoefficientBytes;
+constexpr int kCoefficientPiece = kCoefficientRun % 16 == 0 ? 16 : 8;
+static_assert(kScaleRun % kScalePiece == 0 && kCoefficientRun % kCoefficientPiece == 0 && kBasisBytes % 16 == 0,
+              "copies");
+
+// Distances between pages in a stage.  Centroids are padded, and coefficients of 128 bytes too,
+// so that the pages that a warp reads at once lie in different banks.
+constexpr int kBasisStride = kTogether * kBasisBytes;
+constexpr int kCentroidStride = kTogether * kCentroidBytes + 16;
+constexpr int kCoefficientStride = (kCoefficientRun + 15) / 16 * 16 + (kCoefficientRun % 128 == 0 ? 64 : 0);
+constexpr int kScaleStride = (kScaleRun + 7) / 8 * 8;
 
 constexpr int kBasisAt = 0;
-constexpr int kCentroidAt = kBasisAt + kTile * kBasisBytes;
+constexpr int kCentroidAt = kBasisAt + kTile * kBasisStride;
 constexpr int kCoefficientsAt = kCentroidAt + kTile * kCentroidStride;
-constexpr int kScalesAt = kCoefficientsAt + kTile * ((kCoefficientBytes + 15) / 16 * 16);
-constexpr int kStageBytes = kScalesAt + kTile * kScaleStride;
+constexpr int kScalesAt = kCoefficientsAt + kTile * kCoefficientStride;
+constexpr int kStageBytes = (kScalesAt + kTile * kScaleStride + 15) / 16 * 16;
 
-// Largest copy that keeps every record's coefficients aligned.
-constexpr int kCoefficientPiece = kCoefficientBytes % 16 == 0 ? 16 : kCoefficientBytes % 8 == 0 ? 8 : 4;
-static_assert(kCoefficientBytes % kCoefficientPiece == 0 && kBasisBytes % 16 == 0, "copies");
-constexpr int kCoefficientStride = (kCoefficientBytes + 15) / 16 * 16;
-
-// Warps and stages that fit the 227 KB of shared memory of a block.
-constexpr int kSharedLimit = 220 * 1024;
+// Scoring warps and stages that fit the 227 KB of shared memory of a block; kTogether warps share
+// a stage, and for every four warps there is one that copies.
+constexpr int kSharedLimit = 216 * 1024;
 constexpr int warps_that_fit(int stages) {
   int warps = 16;
-  while (warps > 1 && warps * stages * kStageBytes > kSharedLimit) warps /= 2;
+  while (warps > kTogether && warps / kTogether * stages * kStageBytes > kSharedLimit) warps /= 2;
   return warps;
 }
-#ifndef STAGES
-constexpr int kStages = warps_that_fit(3) >= 8 ? 3 : 2;
-#else
-constexpr int kStages = STAGES;
-#endif
+// A third stage was no faster: two keep enough bytes in flight, and copies that run further
+// ahead meet more of their own in the memory system.
+constexpr int kStages = 2;
 constexpr int kWarps = warps_that_fit(kStages);
-static_assert(kWarps * kStages * kStageBytes <= kSharedLimit, "stages do not fit shared memory");
+constexpr int kTeams = kWarps / kTogether;
+constexpr int kCopyWarps = kWarps < 4 ? 1 : kWarps / 4;
+constexpr int kTeamsPerCopyWarp = kTeams / kCopyWarps;
+constexpr int kRings = kTeams * kStages;
+static_assert(kRings * kStageBytes <= kSharedLimit, "stages do not fit shared memory");
+
+// Shared memory: stages, their two barriers, where the scales of a stage's pages start, row tables.
+constexpr int kBarriersAt = kRings * kStageBytes;
+constexpr int kShiftsAt = kBarriersAt + kRings * 16;
+constexpr int kRowsAt = kShiftsAt + (kScalesShift ? kRings * kTile * 4 : 0);
 
 }  // namespace locks

@@ -1,16 +1,17 @@
 // score: page scores of the `locks` selector from summary records (paper Eq. 2).
 //
-// A block is kWarps scoring warps and one more for the pages of the current tokens.  A scoring
-// warp walks over its units, a tile of 8 pages of one KV head each, with its own ring of stages
-// in shared memory that asynchronous copies keep full: no barrier, the warps drift apart and
-// the memory system always has work.  Warps of a block take the KV heads of the same pages, so
-// that records that are neighbours in memory are read at about the same time.
+// A block is kTeams teams of kTogether scoring warps, and kCopyWarps warps that copy.  A team
+// walks over its units, a tile of 8 pages of kTogether KV heads each, one head a warp.  Its ring
+// of stages in shared memory is kept full by a copying warp, which runs ahead as far as there
+// are free stages, so the memory system has work all the time and the scoring warps spend no
+// instruction on addresses.  Teams never wait for each other.  When they have issued
+// everything, the copying warps score the pages of the current tokens from their keys.
 //
 // variant: HEAD_DIM=128 RANK=4
 // variant: HEAD_DIM=128 RANK=8
 // variant: HEAD_DIM=128 RANK=8 ROTATED=1
-// variant: HEAD_DIM=64 RANK=6 ROTATED=1
-// variant: HEAD_DIM=128 RANK=4 BLOCKS=2
+// variant: HEAD_DIM=64 RANK=6 ROTATED=1 HEADS_TOGETHER=1
+// variant: HEAD_DIM=128 RANK=4 BLOCKS=2 HEADS_TOGETHER=2
 // variant: HEAD_DIM=256 RANK=16 BASIS_BITS=8 PAGE=64 BLOCKS=2 QUERY_HALF=1 KEY_FP8=1
 
 #include "exact_page.cuh"
@@ -31,13 +32,14 @@
 namespace locks {
 
 constexpr int kBlocks = BLOCKS;  // blocks of 8 query heads in a group
-constexpr int kThreads = 32 * (kWarps + 1);
+constexpr int kThreads = 32 * (kWarps + kCopyWarps);
 
 struct ScoreParams {
   const uint16_t* queries;
   int64_t query_row_stride, query_head_stride;
   KeyPool keys;
   const char *basis, *coefficients, *centroid, *scales, *scales_end;
+  int basis_page, coefficient_page, centroid_page, scale_page;  // bytes of all heads of a page
   const int* page_table;
   int64_t table_stride;
   Lengths lengths;
@@ -51,94 +53,105 @@ struct ScoreParams {
   float sm_scale;
 };
 
-struct Unit {
-  int tile, head, row;
-};
-
 struct Rows {
   const int* first;   // first tile of every row
   const int* closed;  // complete pages of every row
 };
 
-__device__ __forceinline__ void find_row(Unit& unit, const Rows& rows) {
-  while (unit.tile >= rows.first[unit.row + 1]) ++unit.row;
-}
+// A unit: a tile and a set of kTogether KV heads.  Teams of a block take turns, heads innermost.
+struct Cursor {
+  int tile, set, row, row_begin, row_end, closed;
 
-// The next unit of this warp: kWarps units further, heads innermost.
-__device__ __forceinline__ void advance(Unit& unit, int kv_heads, int end, const Rows& rows) {
-  unit.head += kWarps;
-  while (unit.head >= kv_heads) {
-    unit.head -= kv_heads;
-    ++unit.tile;
+  __device__ __forceinline__ void enter(const Rows& rows) {
+    row_begin = rows.first[row];
+    row_end = rows.first[row + 1];
+    closed = rows.closed[row];
   }
-  if (unit.tile < end) find_row(unit, rows);
+
+  __device__ __forceinline__ void advance(int tile_step, int set_step, int sets, int end, const Rows& rows) {
+    tile += tile_step;
+    set += set_step;
+    if (set >= sets) {
+      set -= sets;
+      ++tile;
+    }
+    if (tile < end && tile >= row_end) {
+      while (tile >= rows.first[row + 1]) ++row;
+      enter(rows);
+    }
+  }
+};
+
+// Physical page of page lane % 8 of the tile; pages past the row's last repeat it.
+__device__ __forceinline__ int load_page(const ScoreParams& params, const Cursor& cursor) {
+  int page = (cursor.tile - cursor.row_begin) * kTile + (threadIdx.x & 7);
+  page = max(min(page, cursor.closed - 1), 0);
+  return __ldg(params.page_table + cursor.row * params.table_stride + page);
 }
 
-// Physical page of page lane % 8 of the unit; pages past the row's last repeat it.
-__device__ __forceinline__ int load_page(const ScoreParams& params, const Unit& unit, int end, const Rows& rows) {
-  if (unit.tile >= end) return 0;
-  int closed = rows.closed[unit.row];
-  int page = (unit.tile - rows.first[unit.row]) * kTile + (threadIdx.x & 7);
-  page = max(min(page, closed - 1), 0);
-  return __ldg(params.page_table + unit.row * params.table_stride + page);
-}
-
-// Where the scales of a page start within their first 16-byte piece.
-__device__ __forceinline__ const char* scales_of(const ScoreParams& params, int page, int head) {
-  return params.scales + (static_cast<int64_t>(page) * params.kv_heads + head) * kScaleBytes;
-}
-
-// Start the copies of a unit's records into a stage.
-__device__ __forceinline__ void copy_records(const ScoreParams& params, uint32_t stage, int pages, int head) {
+// Start the copies of kRun bytes of every page at `plane`, pages being `page_bytes` apart.
+template <int kRun, int kStride, int kPiece>
+__device__ __forceinline__ void copy_plane(uint32_t target, const char* plane, int pages, int page_bytes,
+                                           uint64_t policy) {
+  constexpr int kPieces = kRun / kPiece, kAll = kTile * kPieces;
   const int lane = threadIdx.x & 31;
-  const int64_t heads = params.kv_heads;
-  {
-    constexpr int kPieces = kBasisBytes / 16, kAll = kTile * kPieces;
 #pragma unroll
-    for (int i = 0; i < (kAll + 31) / 32; ++i) {
-      int piece = i * 32 + lane, page = piece / kPieces, part = piece % kPieces;
-      int64_t record = __shfl_sync(kFullWarp, pages, page & 7) * heads + head;
-      if (kAll % 32 == 0 || piece < kAll) {
-        copy_async<16>(stage + kBasisAt + piece * 16, params.basis + record * kBasisBytes + part * 16);
+  for (int i = 0; i < (kAll + 31) / 32; ++i) {
+    int page, part;
+    if constexpr (kPieces % 32 == 0) {
+      page = i / (kPieces / 32), part = i % (kPieces / 32) * 32 + lane;
+    } else {
+      page = (i * 32 + lane) / kPieces, part = (i * 32 + lane) % kPieces;
+    }
+    const int64_t physical = __shfl_sync(kFullWarp, pages, page & 7);
+    if (kAll % 32 == 0 || i * 32 + lane < kAll) {
+      copy_async<kPiece>(target + page * kStride + part * kPiece, plane + part * kPiece + physical * page_bytes,
+                         policy);
+    }
+  }
+}
+
+// The scales of single heads: the 16-byte pieces around them, and where the scales start in these.
+__device__ __forceinline__ void copy_shifted_scales(const ScoreParams& params, uint32_t target, int* shifts, int pages,
+                                                    int head, uint64_t policy) {
+  constexpr int kPieces = kScaleRun / 16, kAll = kTile * kPieces;
+  const int lane = threadIdx.x & 31;
+  const char* plane = params.scales + head * kScaleBytes;
+#pragma unroll
+  for (int i = 0; i < (kAll + 31) / 32; ++i) {
+    const int page = (i * 32 + lane) / kPieces, part = (i * 32 + lane) % kPieces;
+    const int64_t physical = __shfl_sync(kFullWarp, pages, page & 7);
+    const char* start = plane + physical * params.scale_page;
+    const int shift = reinterpret_cast<uintptr_t>(start) & 15;
+    const char* source = start - shift + part * 16;
+    if (kAll % 32 == 0 || i * 32 + lane < kAll) {
+      if (part == 0) shifts[page] = shift;
+      const uint32_t piece = target + page * kScaleStride + part * 16;
+      if (source + 16 <= params.scales_end) {
+        copy_async<16>(piece, source, policy);
+      } else {
+        // The last pieces of a pool: nothing past its end is read.
+        const int64_t left = params.scales_end - source;
+        copy_async_partial(piece, left > 0 ? source : start, left > 0 ? static_cast<int>(left) : 0);
       }
     }
   }
-  {
-    constexpr int kPieces = kCentroidBytes / 16, kAll = kTile * kPieces;
-#pragma unroll
-    for (int i = 0; i < kAll / 32; ++i) {
-      int piece = i * 32 + lane, page = piece / kPieces, part = piece % kPieces;
-      int64_t record = __shfl_sync(kFullWarp, pages, page) * heads + head;
-      copy_async<16>(stage + kCentroidAt + page * kCentroidStride + part * 16,
-                     params.centroid + record * kCentroidBytes + part * 16);
-    }
-  }
-  {
-    constexpr int kPieces = kCoefficientBytes / kCoefficientPiece, kAll = kTile * kPieces;
-#pragma unroll
-    for (int i = 0; i < (kAll + 31) / 32; ++i) {
-      int piece = i * 32 + lane, page = piece / kPieces, part = piece % kPieces;
-      int64_t record = __shfl_sync(kFullWarp, pages, page & 7) * heads + head;
-      if (kAll % 32 == 0 || piece < kAll) {
-        copy_async<kCoefficientPiece>(
-            stage + kCoefficientsAt + page * kCoefficientStride + part * kCoefficientPiece,
-            params.coefficients + record * kCoefficientBytes + part * kCoefficientPiece);
-      }
-    }
-  }
-  {
-    constexpr int kAll = kTile * kScalePieces;
-#pragma unroll
-    for (int i = 0; i < (kAll + 31) / 32; ++i) {
-      int piece = i * 32 + lane, page = piece / kScalePieces, part = piece % kScalePieces;
-      const char* start = scales_of(params, __shfl_sync(kFullWarp, pages, page & 7), head);
-      const char* source = start - (reinterpret_cast<uintptr_t>(start) & 15) + part * 16;
-      int64_t left = params.scales_end - source;
-      if (kAll % 32 == 0 || piece < kAll) {
-        copy_async_partial(stage + kScalesAt + page * kScaleStride + part * 16, left > 0 ? source : start,
-                           static_cast<int>(max(min(left, int64_t{16}), int64_t{0})));
-      }
-    }
+}
+
+// Start the copies of a unit's records into a stage, by one warp.
+__device__ __forceinline__ void copy_records(const ScoreParams& params, uint32_t stage, int* shifts, int pages,
+                                             int head, uint64_t policy) {
+  copy_plane<kTogether * kBasisBytes, kBasisStride, 16>(stage + kBasisAt, params.basis + head * kBasisBytes, pages,
+                                                        params.basis_page, policy);
+  copy_plane<kTogether * kCentroidBytes, kCentroidStride, 16>(
+      stage + kCentroidAt, params.centroid + head * kCentroidBytes, pages, params.centroid_page, policy);
+  copy_plane<kCoefficientRun, kCoefficientStride, kCoefficientPiece>(
+      stage + kCoefficientsAt, params.coefficients + head * kCoefficientBytes, pages, params.coefficient_page, policy);
+  if constexpr (kScalesShift) {
+    copy_shifted_scales(params, stage + kScalesAt, shifts, pages, head, policy);
+  } else {
+    copy_plane<kScaleRun, kScaleStride, kScalePiece>(stage + kScalesAt, params.scales + head * kScaleBytes, pages,
+                                                     params.scale_page, policy);
   }
 }
 
@@ -151,94 +164,121 @@ __device__ __forceinline__ float* score_address(const ScoreParams& params, const
   return params.scores + kTile * (first * q_heads + static_cast<int64_t>(tiles) * q_head);
 }
 
-__device__ __forceinline__ void store_scores(const ScoreParams& params, const Rows& rows, const Unit& unit,
-                                             const float (&scores)[kBlocks][2]) {
-  const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-  int page = (unit.tile - rows.first[unit.row]) * kTile + 2 * c;
-  int closed = rows.closed[unit.row];
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    int head = block * 8 + n;
-    if (head >= params.group) continue;
-    float* target = score_address(params, rows, unit.row, unit.head * params.group + head) + page;
-    if (page + 1 < closed) {
-      *reinterpret_cast<float2*>(target) = make_float2(scores[block][0], scores[block][1]);
-    } else if (page < closed) {
-      *target = scores[block][0];
+// The tiles of this block, in equal shares for all blocks.
+struct Range {
+  int begin, end;
+  __device__ explicit Range(int total)
+      : begin(static_cast<int>(static_cast<int64_t>(total) * blockIdx.x / gridDim.x)),
+        end(static_cast<int>(static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x)) {}
+};
+
+__device__ __forceinline__ uint32_t full_barrier(uint32_t shared, int ring) { return shared + kBarriersAt + 16 * ring; }
+__device__ __forceinline__ uint32_t free_barrier(uint32_t shared, int ring) { return full_barrier(shared, ring) + 8; }
+
+// One warp keeps the rings of its teams full, in the order in which the teams need the tiles.
+__device__ __forceinline__ void copy_units(const ScoreParams& params, const Rows& rows, char* shared, int copy_warp) {
+  const uint32_t base = shared_address(shared);
+  const int sets = params.kv_heads / kTogether;
+  const Range range(rows.first[params.rows]);
+  const uint64_t policy = read_once_policy();
+  const int first_team = copy_warp * kTeamsPerCopyWarp;
+
+  Cursor cursor{range.begin + first_team / sets, first_team % sets, 0};
+  if (cursor.tile >= range.end) return;
+  while (cursor.tile >= rows.first[cursor.row + 1]) ++cursor.row;
+  cursor.enter(rows);
+  // Page numbers are fetched one unit ahead of the copies.
+  int pages = load_page(params, cursor);
+  for (int round = 0, team = 0; cursor.tile < range.end;) {
+    const int ring = (first_team + team) * kStages + round % kStages;
+    const int head = cursor.set * kTogether, ready = pages;
+    // To the next team's unit; after the last team to the first one's in the next round.
+    const bool wrap = team + 1 == kTeamsPerCopyWarp;
+    const int step = wrap ? kTeams - kTeamsPerCopyWarp + 1 : 1;
+    cursor.advance(step / sets, step % sets, sets, range.end, rows);
+    if (cursor.tile < range.end) pages = load_page(params, cursor);
+
+    if (round >= kStages) barrier_wait(free_barrier(base, ring), (round / kStages - 1) & 1);
+    int* shifts = reinterpret_cast<int*>(shared + kShiftsAt) + ring * kTile;
+    copy_records(params, base + ring * kStageBytes, shifts, ready, head, policy);
+    barrier_arrive_after_copies(full_barrier(base, ring));
+    if constexpr (kScalesShift) {
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) barrier_arrive(full_barrier(base, ring));
     }
+    round += wrap;
+    team = wrap ? 0 : team + 1;
   }
 }
 
 __device__ __forceinline__ void score_units(const ScoreParams& params, const Rows& rows, char* shared) {
-  const int warp = threadIdx.x >> 5;
-  const int total = rows.first[params.rows];
-  const int begin = static_cast<int>(static_cast<int64_t>(total) * blockIdx.x / gridDim.x);
-  const int end = static_cast<int>(static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x);
-  char* stages = shared + warp * kStages * kStageBytes;
-  const uint32_t stages_address = shared_address(stages);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+  const int team = warp / kTogether, member = warp % kTogether;
+  const int sets = params.kv_heads / kTogether;
+  const int tile_step = kTeams / sets, set_step = kTeams % sets;
+  const Range range(rows.first[params.rows]);
 
-  Unit ahead{begin + warp / params.kv_heads, warp % params.kv_heads, 0};
-  if (ahead.tile >= end) return;
-  find_row(ahead, rows);
-  Unit unit = ahead;
-
-  // Page numbers are fetched one unit before the copies that need them.
-  int offsets[kStages];  // of the scales, for the units in flight
-  int pages = load_page(params, ahead, end, rows);
-  int ahead_pages;
+  int ring = team * kStages, parity = 0;
+  int tile = range.begin + team / sets, set = team % sets, row = 0;
+  while (tile < range.end) {
+    // The run of tiles that this warp has of one row and head.
+    while (tile >= rows.first[row + 1]) ++row;
+    const int row_begin = rows.first[row], row_end = min(rows.first[row + 1], range.end);
+    int count = set_step == 0 ? (row_end - tile + tile_step - 1) / tile_step : 1;
+    const int head = set * kTogether + member, page = (tile - row_begin) * kTile + 2 * c;
+    int left = rows.closed[row] - page;  // complete pages from this lane's first one on
+    float* target[kBlocks];              // scores of this lane's query heads and pages
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
-    Unit next = ahead;
-    if (ahead.tile < end) advance(next, params.kv_heads, end, rows);
-    ahead_pages = load_page(params, next, end, rows);
-    offsets[i] = reinterpret_cast<uintptr_t>(scales_of(params, pages, ahead.head)) & 15;
-    if (ahead.tile < end) copy_records(params, stages_address + i * kStageBytes, pages, ahead.head);
-    copy_async_commit();
-    ahead = next;
-    pages = ahead_pages;
-  }
+    for (int block = 0; block < kBlocks; ++block) {
+      target[block] = score_address(params, rows, row, head * params.group + block * 8 + n) + page;
+    }
+    Query<kBlocks> query;
+    load_query<kBlocks, QUERY_HALF != 0>(
+        query, params.queries + row * params.query_row_stride + head * params.group * params.query_head_stride,
+        params.query_head_stride, params.group, params.sm_scale * kLog2e);
+    tile += count * tile_step;
+    set += set_step;
+    if (set >= sets) {
+      set -= sets;
+      ++tile;
+    }
 
-  Query<kBlocks> query;
-  int query_row = -1, query_head = -1;
-  int slot = 0;
-  while (true) {
-    if (unit.row != query_row || unit.head != query_head) {
-      query_row = unit.row, query_head = unit.head;
-      load_query<kBlocks, QUERY_HALF != 0>(query,
-                                           params.queries + unit.row * params.query_row_stride +
-                                               unit.head * params.group * params.query_head_stride,
-                                           params.query_head_stride, params.group, params.sm_scale * kLog2e);
-    }
-    copy_async_wait<kStages - 2>();
-    __syncwarp();
-    {
-      Unit next = ahead;
-      if (ahead.tile < end) advance(next, params.kv_heads, end, rows);
-      ahead_pages = load_page(params, next, end, rows);
-      int fill = slot == 0 ? kStages - 1 : slot - 1;
-      offsets[kStages - 1] = reinterpret_cast<uintptr_t>(scales_of(params, pages, ahead.head)) & 15;
-      if (ahead.tile < end) copy_records(params, stages_address + fill * kStageBytes, pages, ahead.head);
-      copy_async_commit();
-      ahead = next;
-      pages = ahead_pages;
-    }
-    float scores[kBlocks][2];
-    score_tile<kBlocks>(scores, stages + slot * kStageBytes, offsets[0], query);
-    store_scores(params, rows, unit, scores);
-    advance(unit, params.kv_heads, end, rows);
-    if (unit.tile >= end) break;
+    for (; count > 0; --count) {
+      const char* stage = shared + ring * kStageBytes;
+      barrier_wait(full_barrier(shared_address(shared), ring), parity);
+      int offset = member * kScaleBytes;
+      if constexpr (kScalesShift) {
+        offset = reinterpret_cast<const int*>(shared + kShiftsAt)[ring * kTile + (lane & 7)];
+      }
+      float scores[kBlocks][2];
+      score_tile<kBlocks>(scores, stage, member, offset, query);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(free_barrier(shared_address(shared), ring));
+      if (++ring == (team + 1) * kStages) {
+        ring = team * kStages;
+        parity ^= 1;
+      }
 #pragma unroll
-    for (int i = 0; i + 1 < kStages; ++i) offsets[i] = offsets[i + 1];
-    slot = slot + 1 == kStages ? 0 : slot + 1;
-    __syncwarp();
+      for (int block = 0; block < kBlocks; ++block) {
+        if (block * 8 + n < params.group) {
+          if (left >= 2) {
+            *reinterpret_cast<float2*>(target[block]) = make_float2(scores[block][0], scores[block][1]);
+          } else if (left == 1) {
+            *target[block] = scores[block][0];
+          }
+        }
+        target[block] += kTile * tile_step;
+      }
+      left -= kTile * tile_step;
+    }
   }
-  copy_async_wait<0>();
 }
 
 // Exact scores of the pages of the current tokens, which have no record yet.
-__device__ __forceinline__ void score_current_pages(const ScoreParams& params, const Rows& rows) {
+__device__ __forceinline__ void score_current_pages(const ScoreParams& params, const Rows& rows, int copy_warp) {
   const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-  for (int unit = blockIdx.x; unit < params.rows * params.kv_heads; unit += gridDim.x) {
+  const int units = params.rows * params.kv_heads;
+  for (int unit = copy_warp * gridDim.x + blockIdx.x; unit < units; unit += kCopyWarps * gridDim.x) {
     int row = unit / params.kv_heads, head = unit % params.kv_heads;
     if (rows.first[row + 1] == rows.first[row]) continue;
     int page = rows.closed[row], tokens = params.lengths[row] - page * kPage;
@@ -260,8 +300,12 @@ __device__ __forceinline__ void score_current_pages(const ScoreParams& params, c
 
 __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constant__ ScoreParams params) {
   extern __shared__ __align__(128) char shared[];
-  int* first = reinterpret_cast<int*>(shared + kWarps * kStages * kStageBytes);
+  int* first = reinterpret_cast<int*>(shared + kRowsAt);
   int* closed = first + params.rows + 1;
+  if (threadIdx.x < kRings) {
+    barrier_init(full_barrier(shared_address(shared), threadIdx.x), 32 + kScalesShift);
+    barrier_init(free_barrier(shared_address(shared), threadIdx.x), kTogether);
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   for (int row = threadIdx.x; row < params.rows; row += blockDim.x) closed[row] = (params.lengths[row] - 1) / kPage;
@@ -273,7 +317,9 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
   if (threadIdx.x < 32 * kWarps) {
     score_units(params, rows, shared);
   } else {
-    score_current_pages(params, rows);
+    const int copy_warp = threadIdx.x / 32 - kWarps;
+    copy_units(params, rows, shared, copy_warp);
+    score_current_pages(params, rows, copy_warp);
   }
 }
 
@@ -294,6 +340,10 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
   params.centroid = address<const char>(centroid);
   params.scales = address<const char>(scales);
   params.scales_end = address<const char>(scales_end);
+  params.basis_page = static_cast<int>(kv_heads * kBasisBytes);
+  params.coefficient_page = static_cast<int>(kv_heads * kCoefficientBytes);
+  params.centroid_page = static_cast<int>(kv_heads * kCentroidBytes);
+  params.scale_page = static_cast<int>(kv_heads * kScaleBytes);
   params.page_table = address<const int>(page_table);
   params.table_stride = table_stride;
   params.lengths = Lengths{address<const void>(lengths), wide_lengths};
@@ -309,15 +359,15 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
   params.sm_scale = static_cast<float>(sm_scale);
 
   const int device = current_device();
-  constexpr int kRings = kWarps * kStages * kStageBytes;
   static bool prepared[kMaxDevices] = {};
   if (!prepared[device]) {
     check_cuda(cudaFuncSetAttribute(score_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    kRings + static_cast<int>(sizeof(int)) * (2 * kMaxRows + 1)),
+                                    kRowsAt + static_cast<int>(sizeof(int)) * (2 * kMaxRows + 1)),
                "shared memory of the score kernel");
+    prefer_shared_memory(score_kernel);
     prepared[device] = true;
   }
-  const size_t shared = kRings + sizeof(int) * (2 * rows + 1);
+  const size_t shared = kRowsAt + sizeof(int) * (2 * rows + 1);
   launch(score_kernel, dim3(multiprocessors(device)), kThreads, shared, stream, 1, params);
 }
 

@@ -18,8 +18,8 @@ template <int kBlocks>
 struct Query {
   uint32_t a[kBlocks][kSteps][4];  // operand A: rows n are high parts, rows 8 + n low parts
   float step[kBlocks];             // includes the softmax scale and log2(e)
-  float high_zero[kBlocks];        // what the product of the high parts gives for V = 0
-  float low_zero[kBlocks];
+  float basis_zero[kBlocks];       // minus what the products of a zero vector give, as nibbles
+  float centroid_zero[kBlocks];    // and as int8
 };
 
 // Accumulators start at the bits of this float, so that an integer sum below 2^22 reads as a
@@ -126,9 +126,11 @@ __device__ __forceinline__ void load_query(Query<kBlocks>& query, const uint16_t
     }
     // Nibbles are stored with an offset of 8.
     constexpr int kOffset = kBasisBits == 4 ? 8 : 0;
-    query.high_zero[block] = kMagic + static_cast<float>(kOffset * high_sum);
-    query.low_zero[block] = kMagic + static_cast<float>(kOffset * low_sum);
-    query.step[block] = largest * (1.0f / 127.0f) * scale;
+    const float unit = largest * (1.0f / 127.0f) * scale;
+    query.step[block] = unit;
+    query.centroid_zero[block] = -fmaf(kMagic, unit * kLowStep, kMagic * unit);
+    query.basis_zero[block] = -fmaf(kMagic + static_cast<float>(kOffset * low_sum), unit * kLowStep,
+                                    (kMagic + static_cast<float>(kOffset * high_sum)) * unit);
   }
 }
 
@@ -175,21 +177,28 @@ __device__ __forceinline__ void multiply_vectors(int (&sums)[kBlocks][4], const 
   }
 }
 
-// A scale of a page as bf16 bits; `offset` is where the page's scales start in its pieces.
+// Where the record of a page has its scales: the same for all pages, or what lane page % 8 knows.
+__device__ __forceinline__ int offset_of(int offset, int page) {
+  return kScalesShift ? __shfl_sync(kFullWarp, offset, page) : offset;
+}
+
+// A scale of a page as bf16 bits; `offset` is where the record's scales start in the page's pieces.
 __device__ __forceinline__ uint32_t scale_bits(const char* stage, int page, int offset, int index) {
   return *reinterpret_cast<const uint16_t*>(stage + kScalesAt + page * kScaleStride + offset + 2 * index);
+}
+
+// Value of a product from the sums of its high and low parts, both still on kMagic.  The constant
+// is rounded to about one unit of the integer sums, far below their size.
+__device__ __forceinline__ float product(int high, int low, float step, float zero) {
+  return fmaf(__int_as_float(low), step * kLowStep, fmaf(__int_as_float(high), step, zero));
 }
 
 // Projections on two columns (2c, 2c + 1 of the product) as packed fp16, ready as an operand A.
 template <int kBlocks>
 __device__ __forceinline__ uint32_t finish_projection(const int (&sums)[4], const Query<kBlocks>& query, int block,
                                                       float scale0, float scale1) {
-  float step = query.step[block], low_step = step * kLowStep;
-  float z0 = (__int_as_float(sums[0]) - query.high_zero[block]) * step;
-  float z1 = (__int_as_float(sums[1]) - query.high_zero[block]) * step;
-  z0 = fmaf(__int_as_float(sums[2]) - query.low_zero[block], low_step, z0);
-  z1 = fmaf(__int_as_float(sums[3]) - query.low_zero[block], low_step, z1);
-  return pack_half(z0 * scale0, z1 * scale1);
+  const float step = query.step[block], zero = query.basis_zero[block];
+  return pack_half(product(sums[0], sums[2], step, zero) * scale0, product(sums[1], sums[3], step, zero) * scale1);
 }
 
 __device__ __forceinline__ float column_scale(const char* stage, int page, int offset, int column) {
@@ -199,9 +208,10 @@ __device__ __forceinline__ float column_scale(const char* stage, int page, int o
 
 // Rows of C of a page in fp16: columns k, k + 1 of tokens 2m (first) and 2m + 1 (second), with the
 // scales of the rows where the format has them.
-__device__ __forceinline__ void load_coefficients(const char* stage, int page, int offset, int k, int m,
+template <bool kClamp>
+__device__ __forceinline__ void load_coefficients(const char* stage, int member, int page, int offset, int k, int m,
                                                   uint32_t& first, uint32_t& second) {
-  const char* source = stage + kCoefficientsAt + page * kCoefficientStride;
+  const char* source = stage + kCoefficientsAt + member * kCoefficientBytes + page * kCoefficientStride;
   const bool present = kRank == kPaddedRank || k < kRank;
   if constexpr (kRotated) {
     constexpr int kColumn = kPage / 2;
@@ -226,9 +236,13 @@ __device__ __forceinline__ void load_coefficients(const char* stage, int page, i
     }
     first = sub_half2(__byte_perm(w0 ^ 0x80808080u, 0x64646464u, select), 0x64806480u);
     second = sub_half2(__byte_perm(w1 ^ 0x80808080u, 0x64646464u, select), 0x64806480u);
-    // Clamped so that 127 * scale stays finite in fp16.
-    float s0 = fminf(bf16_bits_to_float(scale_bits(stage, page, offset, kRowScale + 2 * m)), 512.0f);
-    float s1 = fminf(bf16_bits_to_float(scale_bits(stage, page, offset, kRowScale + 2 * m + 1)), 512.0f);
+    float s0 = bf16_bits_to_float(scale_bits(stage, page, offset, kRowScale + 2 * m));
+    float s1 = bf16_bits_to_float(scale_bits(stage, page, offset, kRowScale + 2 * m + 1));
+    if constexpr (kClamp) {
+      // 127 * scale stays finite in fp16.
+      s0 = fminf(s0, 512.0f);
+      s1 = fminf(s1, 512.0f);
+    }
     first = mul_half2(first, pack_half(s0, s0));
     second = mul_half2(second, pack_half(s1, s1));
   }
@@ -237,21 +251,24 @@ __device__ __forceinline__ void load_coefficients(const char* stage, int page, i
 // Sums over the tokens of exp2(logits - shift), partial: a lane has the tokens of its columns.
 // `sums[block][page]` is for query head 8 * block + n.
 template <int kBlocks, bool kShift>
-__device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const char* stage, int offset,
+__device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const char* stage, int member, int offset,
                                            const Query<kBlocks>& query, const float (&shift)[kBlocks][kTile]) {
   const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+  const char* basis = stage + kBasisAt + member * kBasisBytes;
 #pragma unroll
   for (int pair = 0; pair < kTile / 2; ++pair) {
+    // Keeps the compiler from starting on all pages at once, which spills registers.
+    if (pair > 0 && (kPaddedRank > 4 || pair == 2)) __syncwarp();
     const int first = 2 * pair, second = 2 * pair + 1;
     // Operand A of the logits: rows n are the first page, rows 8 + n the second.
     uint32_t a[kBlocks][4];
     int own = 0, own_offset = 0, first_offset = 0, second_offset = 0;
     if constexpr (kPaddedRank == 4) {
       own = first + (c >> 1);
-      own_offset = __shfl_sync(kFullWarp, offset, own);
+      own_offset = offset_of(offset, own);
       int sums8[kBlocks][4];
       multiply_vectors<kBlocks, kBasisBits>(
-          sums8, stage + kBasisAt + (first + (n >> 2)) * kBasisBytes + min(n & 3, kRank - 1) * kColumnBytes, c,
+          sums8, basis + (first + (n >> 2)) * kBasisStride + min(n & 3, kRank - 1) * kColumnBytes, c,
           query);
       float s0 = column_scale(stage, own, own_offset, 2 * (c & 1));
       float s1 = column_scale(stage, own, own_offset, 2 * (c & 1) + 1);
@@ -262,8 +279,8 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
         a[block][1] = c < 2 ? 0u : z;
       }
     } else {
-      first_offset = __shfl_sync(kFullWarp, offset, first);
-      second_offset = __shfl_sync(kFullWarp, offset, second);
+      first_offset = offset_of(offset, first);
+      second_offset = offset_of(offset, second);
     }
     if constexpr (kPaddedRank == 8) {
 #pragma unroll
@@ -271,7 +288,7 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
         int page = first + which, page_offset = which ? second_offset : first_offset;
         int sums8[kBlocks][4];
         multiply_vectors<kBlocks, kBasisBits>(
-            sums8, stage + kBasisAt + page * kBasisBytes + min(n, kRank - 1) * kColumnBytes, c, query);
+            sums8, basis + page * kBasisStride + min(n, kRank - 1) * kColumnBytes, c, query);
         float s0 = column_scale(stage, page, page_offset, 2 * c);
         float s1 = column_scale(stage, page, page_offset, 2 * c + 1);
 #pragma unroll
@@ -289,10 +306,10 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
       for (int m = 0; m < kPage / 2; m += 8) {
         uint32_t b0[2], b1[2];  // [even or odd tokens]
         if constexpr (kPaddedRank == 4) {
-          load_coefficients(stage, own, own_offset, 2 * (c & 1), m + n, b0[0], b0[1]);
+          load_coefficients<kShift>(stage, member, own, own_offset, 2 * (c & 1), m + n, b0[0], b0[1]);
         } else {
-          load_coefficients(stage, first, first_offset, 2 * c, m + n, b0[0], b0[1]);
-          load_coefficients(stage, second, second_offset, 2 * c, m + n, b1[0], b1[1]);
+          load_coefficients<kShift>(stage, member, first, first_offset, 2 * c, m + n, b0[0], b0[1]);
+          load_coefficients<kShift>(stage, member, second, second_offset, 2 * c, m + n, b1[0], b1[1]);
         }
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
@@ -321,7 +338,7 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
         for (int half = 0; half < 2; ++half) {
           int sums8[kBlocks][4];
           multiply_vectors<kBlocks, kBasisBits>(
-              sums8, stage + kBasisAt + page * kBasisBytes + (8 * half + n) * kColumnBytes, c, query);
+              sums8, basis + page * kBasisStride + (8 * half + n) * kColumnBytes, c, query);
           float s0 = column_scale(stage, page, page_offset, 8 * half + 2 * c);
           float s1 = column_scale(stage, page, page_offset, 8 * half + 2 * c + 1);
 #pragma unroll
@@ -335,8 +352,8 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
 #pragma unroll
         for (int m = 0; m < kPage / 2; m += 8) {
           uint32_t b0[2], b1[2];
-          load_coefficients(stage, page, page_offset, 2 * c, m + n, b0[0], b0[1]);
-          load_coefficients(stage, page, page_offset, 8 + 2 * c, m + n, b1[0], b1[1]);
+          load_coefficients<kShift>(stage, member, page, page_offset, 2 * c, m + n, b0[0], b0[1]);
+          load_coefficients<kShift>(stage, member, page, page_offset, 8 + 2 * c, m + n, b1[0], b1[1]);
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block) {
             float begin = kShift ? -shift[block][page] : 0.0f;
@@ -380,14 +397,15 @@ struct PageLogs {
 // Keys are centred, so a page's largest logit is not far below zero and nothing is lost below.
 // Out of line and by value, so that the usual path keeps its operands in registers.
 template <int kBlocks>
-__device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, int offset, Query<kBlocks> query) {
+__device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, int member, int offset,
+                                                               Query<kBlocks> query) {
   const int c = threadIdx.x & 3;
   PageLogs<kBlocks> logs = {};
   float shift[kBlocks][kTile] = {};
   bool again = true;
-  for (int attempt = 0; again && attempt < 1000; ++attempt) {
+  for (int attempt = 0; again && attempt < 100; ++attempt) {
     float sums[kBlocks][kTile];
-    sum_tokens<kBlocks, true>(sums, stage, offset, query, shift);
+    sum_tokens<kBlocks, true>(sums, stage, member, offset, query, shift);
     bool overflow = false;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -398,7 +416,7 @@ __device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, i
         total += __shfl_xor_sync(kFullWarp, total, 2);
         if (page == 2 * c) logs.value[block][0] = log2_approx(total) + shift[block][page];
         if (page == 2 * c + 1) logs.value[block][1] = log2_approx(total) + shift[block][page];
-        if (!(total < INFINITY)) {
+        if (total == INFINITY) {
           shift[block][page] += 100.0f;
           overflow = true;
         }
@@ -410,14 +428,14 @@ __device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, i
 }
 
 // Scores in natural-log units: scores[block][i] is page 2c + i for query head 8 * block + n.
-// `offset`: lane p % 8 knows where the scales of page p start in their 16-byte pieces.
+// The records are those of head `member` of the stage; for `offset` see offset_of.
 template <int kBlocks>
-__device__ __forceinline__ void score_tile(float (&scores)[kBlocks][2], const char* stage, int offset,
+__device__ __forceinline__ void score_tile(float (&scores)[kBlocks][2], const char* stage, int member, int offset,
                                            const Query<kBlocks>& query) {
   const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
   float sums[kBlocks][kTile];
   const float none[kBlocks][kTile] = {};
-  sum_tokens<kBlocks, false>(sums, stage, offset, query, none);
+  sum_tokens<kBlocks, false>(sums, stage, member, offset, query, none);
   PageLogs<kBlocks> logs;
   bool finite = true;
 #pragma unroll
@@ -429,20 +447,21 @@ __device__ __forceinline__ void score_tile(float (&scores)[kBlocks][2], const ch
     finite = finite && total[0] < INFINITY && total[1] < INFINITY;
   }
   if (__any_sync(kFullWarp, !finite)) {
-    logs = sum_tokens_safely<kBlocks>(stage, offset, query);
+    logs = sum_tokens_safely<kBlocks>(stage, member, offset, query);
   }
 
   int products[kBlocks][4];
-  multiply_vectors<kBlocks, 8>(products, stage + kCentroidAt + n * kCentroidStride, c, query);
-  float scale0 = bf16_bits_to_float(scale_bits(stage, 2 * c, __shfl_sync(kFullWarp, offset, 2 * c), 0));
-  float scale1 = bf16_bits_to_float(scale_bits(stage, 2 * c + 1, __shfl_sync(kFullWarp, offset, 2 * c + 1), 0));
+  multiply_vectors<kBlocks, 8>(products, stage + kCentroidAt + member * kCentroidBytes + n * kCentroidStride,
+                                c, query);
+  float scale0 = bf16_bits_to_float(scale_bits(stage, 2 * c, offset_of(offset, 2 * c), 0));
+  float scale1 = bf16_bits_to_float(scale_bits(stage, 2 * c + 1, offset_of(offset, 2 * c + 1), 0));
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
-    float o0 = fmaf(__int_as_float(products[block][2]) - kMagic, kLowStep, __int_as_float(products[block][0]) - kMagic);
-    float o1 = fmaf(__int_as_float(products[block][3]) - kMagic, kLowStep, __int_as_float(products[block][1]) - kMagic);
-    float step = query.step[block];
-    scores[block][0] = fmaf(o0 * step, scale0, logs.value[block][0]) * kLn2;
-    scores[block][1] = fmaf(o1 * step, scale1, logs.value[block][1]) * kLn2;
+    const float step = query.step[block], zero = query.centroid_zero[block];
+    const float o0 = product(products[block][0], products[block][2], step, zero);
+    const float o1 = product(products[block][1], products[block][3], step, zero);
+    scores[block][0] = fmaf(o0, scale0, logs.value[block][0]) * kLn2;
+    scores[block][1] = fmaf(o1, scale1, logs.value[block][1]) * kLn2;
   }
 }
 

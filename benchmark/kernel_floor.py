@@ -1,0 +1,342 @@
+"""Time of every op of one layer beside its floor, the bytes it must move at the copy rate.
+
+    python benchmark/kernel_floor.py                          # everything, table and JSON
+    python benchmark/kernel_floor.py --ops score select --formats r4i4 --contexts 524288
+
+Medians of CUDA-graph replays.  A graph runs the op once on each of several record sets, more
+than the L2 cache holds, on pages in random order; the time is that of the replay over the sets.
+Dense decode by FlashInfer is timed in the same run where it can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import results_file
+import torch
+from locks_kernels import (
+    Selection,
+    Summaries,
+    SummaryLayout,
+    attend,
+    cuda_score,
+    cuda_select,
+    score_select,
+    summarize,
+)
+from locks_kernels.workspace import Workspace
+
+OPS = ("score", "select", "path", "attend", "summarize", "dense")
+GEOMETRIES = {"glm4-9b-1m": (4, 8, 128), "glm4-9b": (2, 16, 128), "llama31-8b": (8, 4, 128)}
+SINGLE = (16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
+BATCHES = ((32_768, 32), (65_536, 16), (131_072, 8), (262_144, 4))
+COLD_BYTES = 300e6  # what a graph reads before it comes back to the first set: six times the L2
+MOST_SETS = 24
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's decode step."""
+
+    model: str
+    kv_heads: int
+    group: int
+    head_dim: int
+    context: int
+    batch: int
+    format: str
+    budget_pages: int
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def row_pages(self) -> int:
+        return self.context // PAGE
+
+    @property
+    def record_bytes(self) -> int:
+        layout = SummaryLayout.parse(self.format, self.head_dim, PAGE)
+        return self.batch * self.row_pages * self.kv_heads * layout.bytes_per_page
+
+
+class Inputs:
+    """Tensors of a case: several sets of records, one page table in random order."""
+
+    def __init__(self, case: Case, with_values: bool = False):
+        self.case = case
+        layout = SummaryLayout.parse(case.format, case.head_dim, PAGE)
+        self.sets = max(2, min(MOST_SETS, round(COLD_BYTES / case.record_bytes)))
+        pages = case.batch * case.row_pages
+        self.pool = random_records(layout, (self.sets, pages, case.kv_heads))
+        shuffled = torch.randperm(pages, device="cuda")
+        self.page_table = shuffled.view(case.batch, case.row_pages).int()
+        self.seq_lens = torch.full((case.batch,), case.context - 5, dtype=torch.int32, device="cuda")
+        self.budgets = torch.full((case.batch,), case.budget_pages, dtype=torch.int32, device="cuda")
+        self.queries = bf16(case.batch, case.q_heads, case.head_dim)
+        shape = (PAGE, case.kv_heads, case.head_dim)
+        # Only the current page's keys are read unless the op attends.
+        self.keys = bf16(pages, *shape) if with_values else bf16(1, *shape).expand(pages, *shape)
+        self.values = bf16(pages, *shape) if with_values else self.keys
+        self.scale = case.head_dim**-0.5
+        self.workspace = Workspace.allocate(
+            max_rows=case.batch,
+            q_heads=case.q_heads,
+            kv_heads=case.kv_heads,
+            max_pages=case.row_pages,
+            width=case.budget_pages,
+            head_dim=case.head_dim,
+            device="cuda",
+        )
+
+    def score(self, index: int) -> None:
+        cuda_score.score_packed(
+            self.queries,
+            self.keys,
+            self.pool.layer(index),
+            self.page_table,
+            self.seq_lens,
+            self.budgets,
+            self.scale,
+            self.workspace.scores,
+            self.workspace.row_tiles,
+        )
+
+    def select(self, _: int) -> None:
+        out = self.workspace
+        cuda_select.select(
+            out.scores,
+            None,
+            out.row_tiles,
+            self.page_table,
+            self.seq_lens,
+            self.budgets,
+            self.case.q_heads,
+            PAGE,
+            out.pages[: self.case.batch],
+            out.logical[: self.case.batch],
+            out.counts[: self.case.batch],
+        )
+
+    def path(self, index: int) -> Selection:
+        return score_select(
+            self.queries,
+            self.keys,
+            self.pool.layer(index),
+            self.page_table,
+            self.seq_lens,
+            self.budgets,
+            self.scale,
+            width=self.case.budget_pages,
+            workspace=self.workspace,
+        )
+
+    def attend(self, selection: Selection) -> None:
+        attend(
+            self.queries,
+            self.keys,
+            self.values,
+            selection,
+            self.page_table,
+            self.seq_lens,
+            self.scale,
+            workspace=self.workspace,
+        )
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(torch.bfloat16)
+
+
+def random_records(layout: SummaryLayout, lead: tuple[int, ...]) -> Summaries:
+    """Random codes with scales that give logits of a few units."""
+    pool = Summaries.allocate(layout, lead, "cuda")
+    for plane in (pool.basis, pool.coefficients, pool.centroid):
+        plane.random_(0, 256)
+    pool.scales.copy_(torch.rand(pool.scales.shape, device="cuda").mul_(0.03))
+    return pool
+
+
+def graph_us(calls: list[Callable[[], object]], repeats: int) -> tuple[float, float, float]:
+    """Median, least and most microseconds a call, over replays of one graph of all calls."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / len(calls))
+    times = times[2:]
+    return statistics.median(times), min(times), max(times)
+
+
+def measure(case: Case, ops: list[str], repeats: int) -> Iterator[dict]:
+    """Rows of the results file for one case."""
+    selected = case.batch * case.kv_heads * case.budget_pages
+    score_bytes = case.record_bytes + 4 * case.batch * case.q_heads * case.row_pages
+    attend_bytes = 2 * 2 * selected * PAGE * case.head_dim
+    kv_bytes = 2 * 2 * case.batch * case.context * case.kv_heads * case.head_dim
+    if any(op in ops for op in ("score", "select", "path")):
+        inputs = Inputs(case)
+        for op, moved in (
+            ("score", score_bytes),
+            ("select", score_bytes - case.record_bytes),
+            ("path", score_bytes),
+        ):
+            if op in ops:
+                inputs.path(0)
+                function = getattr(inputs, op)
+                calls = [
+                    lambda index=index, function=function: function(index) for index in range(inputs.sets)
+                ]
+                yield row(case, op, "cuda", moved, graph_us(calls, repeats))
+        del inputs
+    if "attend" in ops or "dense" in ops:
+        inputs = Inputs(case, with_values=True)
+        if "attend" in ops:
+            selections = [inputs.path(index) for index in range(inputs.sets)]
+            copies = [Selection(s.pages.clone(), s.logical.clone(), s.counts.clone()) for s in selections]
+            calls = [lambda chosen=chosen: inputs.attend(chosen) for chosen in copies]
+            yield row(case, "attend", "auto", attend_bytes, graph_us(calls, repeats))
+        if "dense" in ops:
+            timed = flashinfer_us(inputs, repeats)
+            if timed is not None:
+                yield row(case, "dense", "flashinfer", kv_bytes, timed)
+    if "summarize" in ops:
+        yield from measure_summarize(case, repeats)
+
+
+def measure_summarize(case: Case, repeats: int) -> Iterator[dict]:
+    """All pages of one layer at once, as at the end of a prefill."""
+    pages = case.batch * case.row_pages
+    layout = SummaryLayout.parse(case.format, case.head_dim, PAGE)
+    keys = bf16(pages, PAGE, case.kv_heads, case.head_dim)
+    records = Summaries.allocate(layout, (1, pages, case.kv_heads), "cuda")
+    slots = torch.arange(PAGE - 1, pages * PAGE, PAGE, device="cuda")
+    timed = graph_us([lambda: summarize([keys], slots, records)], repeats)
+    yield row(case, "summarize", "auto", case.record_bytes + keys.nbytes, timed)
+
+
+def flashinfer_us(inputs: Inputs, repeats: int) -> tuple[float, float, float] | None:
+    """Dense decode of the same step by FlashInfer, or None where it is not installed."""
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    case = inputs.case
+    buffer = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
+    indptr = torch.arange(case.batch + 1, dtype=torch.int32) * case.row_pages
+    last = torch.full((case.batch,), (case.context - 6) % PAGE + 1, dtype=torch.int32)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        buffer,
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=indptr.cuda(),
+        paged_kv_indices_buffer=inputs.page_table.flatten().contiguous(),
+        paged_kv_last_page_len_buffer=last.cuda(),
+        backend="fa2",
+    )
+    wrapper.plan(
+        indptr,
+        inputs.page_table.flatten(),
+        last,
+        case.q_heads,
+        case.kv_heads,
+        case.head_dim,
+        PAGE,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    output = torch.empty_like(inputs.queries)
+    return graph_us(
+        [lambda: wrapper.run(inputs.queries, (inputs.keys, inputs.values), out=output)] * 2, repeats
+    )
+
+
+def row(case: Case, op: str, impl: str, moved: int, timed: tuple[float, float, float]) -> dict:
+    fields = {key: value for key, value in asdict(case).items() if key != "budget_pages"}
+    us, least, most = (round(value, 2) for value in timed)
+    return {
+        "op": op,
+        "impl": impl,
+        **fields,
+        "page": PAGE,
+        "us": us,
+        "us_min": least,
+        "us_max": most,
+        "bytes": moved,
+    }
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    shapes = [(context, 1) for context in SINGLE] + list(BATCHES)
+    for model in arguments.models:
+        for name in arguments.formats:
+            for context, batch in shapes:
+                wanted = not arguments.contexts or (batch == 1 and context in arguments.contexts)
+                if wanted or (arguments.batches and batch > 1):
+                    yield Case(model, *GEOMETRIES[model], context, batch, name, arguments.budget // PAGE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--models", nargs="+", choices=list(GEOMETRIES), default=list(GEOMETRIES))
+    parser.add_argument("--formats", nargs="+", default=["r4i4", "r8i4"])
+    parser.add_argument("--contexts", nargs="*", type=int, help="batch-1 contexts; default: all cases")
+    parser.add_argument("--batches", action="store_true", help="with --contexts: the large batches too")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens a row attends")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--commit", help="commit to name in the results")
+    parser.add_argument("--machine", default="h200", help="short machine name in the file's name")
+    parser.add_argument("--out", type=Path, help="folder to write the results file to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernel_floor needs an NVIDIA GPU")
+
+    rate = results_file.copy_rate_tb_s(2)
+    print(f"copy rate {rate} TB/s")
+    print("op        impl       model       format  context batch       MB floor us       us  ratio  TB/s")
+    rows = []
+    for case in cases(arguments):
+        for result in measure(case, arguments.ops, arguments.repeats):
+            us, moved = result["us"], result["bytes"]
+            floor = result["floor_us"] = round(moved / rate * 1e-6, 2)
+            rows.append(result)
+            name = f"{result['op']:<10}{result['impl']:<11}{case.model:<12}{case.format:<7}"
+            size = f"{case.context:>8}{case.batch:>6}{moved / 1e6:>9.1f}"
+            ratio = us / max(floor, 1e-3)
+            print(f"{name}{size}{floor:>9.1f}{us:>9.1f}{ratio:>7.2f}{moved / us * 1e-6:>6.2f}", flush=True)
+        torch.cuda.empty_cache()
+    if arguments.out:
+        path = results_file.write(
+            "kernel_floor",
+            rows,
+            machine_name=arguments.machine,
+            out=arguments.out,
+            made_from=arguments.commit,
+            copy_tb_s=rate,
+        )
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""select and score_select on a GPU: the reference's sets, ties, budgets, CUDA graphs."""
+
+import pytest
+import torch
+from gpu_cases import cuda, make_pair
+from locks_kernels import ATTEND_ALL, PageScores, score_select, select
+from locks_kernels.workspace import Workspace
+
+pytestmark = [pytest.mark.gpu, cuda]
+
+PAGE = 16
+
+
+def make_scores(rows, kv_heads, group, max_pages, lengths, spread=6.0, step=None, seed=0):
+    """Dense scores with -inf past the pages of a row; `step` rounds them, which makes ties."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    scores = spread * torch.randn(rows, kv_heads * group, max_pages, generator=generator, device="cuda")
+    if step is not None:
+        scores = (scores / step).round() * step
+    pages = (lengths + PAGE - 1) // PAGE
+    past = torch.arange(max_pages, device="cuda") >= pages[:, None]
+    scores.masked_fill_(past[:, None], -torch.inf)
+    return PageScores(scores, scores.logsumexp(-1))
+
+
+def make_table(rows, max_pages, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    shuffled = torch.randperm(rows * max_pages, generator=generator, device="cuda")
+    return shuffled.view(rows, max_pages).int()
+
+
+def same(got, want, width):
+    assert torch.equal(got.counts, want.counts)
+    for row, count in enumerate(want.counts.tolist()):
+        if count <= width:
+            assert torch.equal(got.logical[row, :, :count], want.logical[row, :, :count])
+            assert torch.equal(got.pages[row, :, :count], want.pages[row, :, :count])
+
+
+def check(lengths, budgets, width, kv_heads=2, group=3, **options):
+    lengths = torch.tensor(lengths, device="cuda")
+    budgets = torch.tensor(budgets, dtype=torch.int32, device="cuda")
+    max_pages = int((lengths.max() + PAGE - 1) // PAGE)
+    scores = make_scores(len(lengths), kv_heads, group, max_pages, lengths, **options)
+    table = make_table(len(lengths), max_pages)
+    arguments = {"kv_heads": kv_heads, "page_size": PAGE, "width": width}
+    want = select(scores, table, lengths, budgets, **arguments, impl="torch")
+    got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
+    same(got, want, width)
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 8, 16])
+def test_group_sizes(group):
+    check([1, 15, 16, 17, 33, 511, 5000], [4] * 7, 4, group=group)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17, 256])
+def test_rows(rows):
+    check([1 + 97 * row % 3000 for row in range(rows)], [2 + row % 15 for row in range(rows)], 16)
+
+
+@pytest.mark.parametrize("pages", [1023, 1024, 1025, 2047, 4097, 32_768, 65_537])
+def test_one_long_row(pages):
+    check([pages * PAGE - 5], [128], 128, kv_heads=4, group=8)
+
+
+def test_million_pages_of_several_heads():
+    check([4_000_000], [128], 128, kv_heads=1, group=2)
+
+
+def test_budget_of_two_is_sink_and_current_page():
+    check([5000, 31, 33], [2, 2, 2], 2)
+
+
+def test_rows_that_attend_everything():
+    check([5000, 40, 64, 65, 1], [ATTEND_ALL, ATTEND_ALL, 4, 4, 4], 4)
+
+
+@pytest.mark.parametrize("step", [0.5, 4.0, 1e9])
+def test_ties_go_to_the_lower_page(step):
+    """Rounded scores: many pages have the same share; with the largest step all do."""
+    check([40_000, 3000, 700], [64, 40, 17], 64, group=2, step=step)
+
+
+def test_shares_of_very_different_size():
+    check([30_000, 2000], [100, 50], 100, spread=40.0)
+
+
+def build(name, lengths, budgets, width, **options):
+    _, _, device, device_records = make_pair(lengths, name, **options)
+    rows, heads = device.queries.shape[:2]
+    workspace = Workspace.allocate(
+        max_rows=rows,
+        q_heads=heads,
+        kv_heads=device.kv_heads,
+        max_pages=device.page_table.shape[1],
+        width=width,
+        head_dim=device.queries.shape[2],
+        device="cuda",
+    )
+    budgets = torch.tensor(budgets, dtype=torch.int32, device="cuda")
+
+    def call(lengths=device.seq_lens, table=device.page_table, count=rows, budgets=budgets):
+        return score_select(
+            device.queries[:count],
+            device.keys,
+            device_records,
+            table[:count],
+            lengths[:count],
+            budgets[:count],
+            device.sm_scale,
+            width=width,
+            workspace=workspace,
+            impl="cuda",
+        )
+
+    return device, device_records, workspace, budgets, call
+
+
+@pytest.mark.parametrize("name", ["r4i4", "r8h", "oracle", "quest"])
+def test_fused_call_is_score_then_select(name):
+    """One call against the two ops; the LSE is summed in another order, so shares may tie by rounding."""
+    from locks_kernels import score
+
+    lengths, budgets = [3000, 70, 40_000, 16, 17, 999], [20, 30, 30, 4, ATTEND_ALL, 2]
+    device, records, _, limits, call = build(name, lengths, budgets, 30, group=8, head_dim=128)
+    got = call()
+    scores = score(
+        device.queries,
+        device.keys,
+        records,
+        device.page_table,
+        device.seq_lens,
+        device.sm_scale,
+        impl="cuda",
+    )
+    want = select(
+        scores,
+        device.page_table,
+        device.seq_lens,
+        limits,
+        kv_heads=2,
+        page_size=PAGE,
+        width=30,
+        impl="torch",
+    )
+    same(got, want, 30)
+
+
+def test_rows_that_do_not_fit_the_workspace_attend_everything():
+    device, _, _, _, call = build("r4i4", [800, 800, 800], [10, 10, 10], 10, group=2)
+    full = call()
+    assert full.counts.tolist() == [10, 10, 10]
+    small = Workspace.allocate(
+        max_rows=3,
+        q_heads=4,
+        kv_heads=2,
+        max_pages=50,
+        width=10,
+        head_dim=64,
+        device="cuda",
+        total_pages=2 * 56,
+    )
+    budgets = torch.full((3,), 10, dtype=torch.int32, device="cuda")
+    got = score_select(
+        device.queries,
+        device.keys,
+        make_pair([800, 800, 800], "r4i4", group=2)[3],
+        device.page_table,
+        device.seq_lens,
+        budgets,
+        device.sm_scale,
+        width=10,
+        workspace=small,
+        impl="cuda",
+    )
+    assert got.counts.tolist() == [10, 10, 50]
+
+
+def test_one_graph_serves_changing_lengths_tables_rows_and_budgets():
+    lengths = [2000, 9000, 500, 33]
+    device, _, _, budgets, call = build("r4i4", lengths, [12] * 4, 12, group=4, head_dim=128)
+    lens, table = device.seq_lens.clone(), device.page_table.clone()
+    call(lens, table)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(lens, table)
+    changes = [
+        (lengths, [12, 12, 12, 12]),
+        ([1999, 1, 499, 17], [12, 2, 12, 12]),
+        ([17, 8999, 1, 1], [ATTEND_ALL, 12, 5, 12]),
+        ([1, 1, 1, 1], [12, 12, 12, 12]),
+    ]
+    for step, (new_lengths, new_budgets) in enumerate(changes):
+        order = torch.randperm(4, generator=torch.Generator().manual_seed(step))
+        usable = [min(length, lengths[int(row)]) for length, row in zip(new_lengths, order, strict=True)]
+        lens.copy_(torch.tensor(usable, device="cuda"))
+        table.copy_(device.page_table[order.cuda()])
+        budgets.copy_(torch.tensor(new_budgets, dtype=torch.int32, device="cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [tensor.clone() for tensor in (captured.counts, captured.logical, captured.pages)]
+        fresh = call(lens, table)
+        assert torch.equal(replayed[0], fresh.counts)
+        for row, count in enumerate(fresh.counts.tolist()):
+            if count <= 12:
+                assert torch.equal(replayed[1][row, :, :count], fresh.logical[row, :, :count])
+                assert torch.equal(replayed[2][row, :, :count], fresh.pages[row, :, :count])
+
+
+def test_no_allocation_in_the_steady_state():
+    _, _, _, _, call = build("r4i4", [3000, 70], [12, 12], 12, group=4)
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(3):
+        call()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_same_lists_every_time():
+    _, _, _, _, call = build("r8i4", [40_000, 3000], [64, 64], 64, group=4, head_dim=128)
+    first = [tensor.clone() for tensor in (call().pages, call().logical)]
+    for _ in range(5):
+        again = call()
+        assert torch.equal(first[0], again.pages)
+        assert torch.equal(first[1], again.logical)
