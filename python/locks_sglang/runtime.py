@@ -126,7 +126,16 @@ class SparseDecode:
             self._write_trace(selection, step, index)
         if self._is_audited(index):
             self._audit(queries, keys, selection, step, layer.scaling)
-        output, _ = attend(queries, keys, values, selection, step.page_table, step.seq_lens, layer.scaling)
+        output, _ = attend(
+            queries,
+            keys,
+            values,
+            selection,
+            step.page_table,
+            step.seq_lens,
+            layer.scaling,
+            workspace=workspace,
+        )
         return output
 
     def finish_forward(self, slots: torch.Tensor) -> None:
