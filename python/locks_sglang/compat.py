@@ -21,8 +21,6 @@ from .refusals import REFUSALS, REFUSED_VARIABLES
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
 UNKNOWN = "unknown"
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-
 # Attributes that the plugin reads or sets without hooking them: (class, names).
 _METHODS = (
     (
@@ -128,19 +126,15 @@ def require(checks: list[Check]) -> None:
 
 
 def _check_hook(root: Path, hook: Hook) -> Check:
-    function, in_class = _find_function(root, hook.target)
+    function = _find_function(root, hook.target)
     if function is None:
         return Check(hook.target, hook.purpose, False, "not found")
-    binding = _binding_of(function, in_class)
-    if binding != hook.binding:
-        return Check(hook.target, hook.purpose, False, f"is a {binding}, expected a {hook.binding}")
-    arguments = function.args
-    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    if tuple(names[: len(hook.parameters)]) != hook.parameters:
-        expected = ", ".join(hook.parameters)
-        return Check(
-            hook.target, hook.purpose, False, f"parameters ({', '.join(names)}), expected ({expected}, ...)"
-        )
+    if function.binding != hook.binding:
+        detail = f"is a {function.binding}, expected a {hook.binding}"
+        return Check(hook.target, hook.purpose, False, detail)
+    if function.parameters[: len(hook.parameters)] != hook.parameters:
+        found, expected = ", ".join(function.parameters), ", ".join(hook.parameters)
+        return Check(hook.target, hook.purpose, False, f"parameters ({found}), expected ({expected}, ...)")
     return Check(hook.target, hook.purpose, True)
 
 
@@ -149,9 +143,8 @@ def _check_server_args_fields(root: Path) -> Check:
     wanted = {"page_size", *(row.field for row in REFUSALS if _is_in(root, row.since))}
     found = _field_names(root, "sglang.srt.server_args.ServerArgs")
     for path in sorted((root / "sglang/srt/arg_groups/fields").glob("*.py")):
-        for node in ast.walk(_parse(path.resolve())):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.add(node.target.id)
+        for namespace in _outline(path.resolve()).classes.values():
+            found |= namespace.fields
     missing = sorted(wanted - found)
     return Check(
         "sglang.srt.server_args.ServerArgs", "refused options", not missing, _list_missing(missing)
@@ -161,10 +154,7 @@ def _check_server_args_fields(root: Path) -> Check:
 def _check_environment(root: Path) -> Check:
     name = "sglang.srt.environ.Envs"
     found = _class_of(root, name)
-    targets = (
-        [t for node in found.body if isinstance(node, ast.Assign) for t in node.targets] if found else []
-    )
-    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    names = found.constants if found else set()
     wanted = [row.name for row in REFUSED_VARIABLES if _is_in(root, row.since)]
     missing = [variable for variable in wanted if variable not in names]
     return Check(name, "refused environment variables", not missing, _list_missing(missing))
@@ -193,86 +183,111 @@ def _list_missing(names: list[str]) -> str:
     return f"missing: {', '.join(names)}" if names else ""
 
 
+@dataclass(frozen=True)
+class _Function:
+    """What a hook's contract says about a function."""
+
+    binding: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Class:
+    """What a class declares: methods, annotated fields, class attributes, attributes set on ``self``."""
+
+    methods: dict[str, _Function]
+    fields: set[str]
+    constants: set[str]
+    assigned: set[str]
+
+
+@dataclass(frozen=True)
+class _Outline:
+    functions: dict[str, _Function]
+    classes: dict[str, _Class]
+
+
+# Outlines and not syntax trees: those of SGLang's files would hold hundreds of MB in every process.
 @lru_cache(maxsize=256)
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _outline(path: Path) -> _Outline:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = {node.name: _class_outline(node) for node in body if isinstance(node, ast.ClassDef)}
+    return _Outline(_functions(body, "function"), classes)
 
 
-def _module_file(root: Path, dotted: str) -> tuple[Path | None, list[str]]:
-    """Longest module path of ``dotted`` that exists below ``root``, and the names after it."""
+def _class_outline(node: ast.ClassDef) -> _Class:
+    fields = {item.target for item in node.body if isinstance(item, ast.AnnAssign)}
+    constants = [target for item in node.body if isinstance(item, ast.Assign) for target in item.targets]
+    assigned = [
+        target
+        for item in ast.walk(node)
+        if isinstance(item, ast.Assign | ast.AnnAssign)
+        for target in (item.targets if isinstance(item, ast.Assign) else [item.target])
+    ]
+    return _Class(
+        methods=_functions(node.body, "method"),
+        fields={target.id for target in fields if isinstance(target, ast.Name)},
+        constants={target.id for target in constants if isinstance(target, ast.Name)},
+        assigned={
+            target.attr
+            for target in assigned
+            if isinstance(target, ast.Attribute)
+            and isinstance(target.value, ast.Name)
+            and target.value.id == "self"
+        },
+    )
+
+
+def _functions(body: list[ast.stmt], plain: str) -> dict[str, _Function]:
+    found: dict[str, _Function] = {}
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        arguments = node.args
+        names = (a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+        decorators = {item.id for item in node.decorator_list if isinstance(item, ast.Name)}
+        binding = next((name for name in ("staticmethod", "classmethod") if name in decorators), plain)
+        # The first of overloads, as a reader of the source would find it.
+        found.setdefault(node.name, _Function(binding, tuple(names)))
+    return found
+
+
+def _find_module(root: Path, dotted: str) -> tuple[_Outline | None, list[str]]:
+    """Outline of the longest module path of ``dotted`` below ``root``, and the names after it."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         base = root.joinpath(*parts[:length])
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file():
-                return path.resolve(), parts[length:]
+                return _outline(path.resolve()), parts[length:]
     return None, []
 
 
-def _find_function(root: Path, dotted: str) -> tuple[_Function | None, bool]:
-    path, names = _module_file(root, dotted)
-    if path is None or not names:
-        return None, False
-    body: list[ast.stmt] = _parse(path).body
-    for name in names[:-1]:
-        found = _find_class(body, name)
-        if found is None:
-            return None, False
-        body = found.body
-    for node in body:
-        if isinstance(node, _Function) and node.name == names[-1]:
-            return node, len(names) > 1
-    return None, False
+def _find_function(root: Path, dotted: str) -> _Function | None:
+    outline, names = _find_module(root, dotted)
+    if outline is None or not 1 <= len(names) <= 2:
+        return None
+    if len(names) == 1:
+        return outline.functions.get(names[0])
+    owner = outline.classes.get(names[0])
+    return owner.methods.get(names[1]) if owner else None
 
 
-def _find_class(body: list[ast.stmt], name: str) -> ast.ClassDef | None:
-    return next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
-
-
-def _class_of(root: Path, dotted: str) -> ast.ClassDef | None:
-    path, names = _module_file(root, dotted)
-    return _find_class(_parse(path).body, names[0]) if path is not None and names else None
-
-
-def _binding_of(function: _Function, in_class: bool) -> str:
-    decorators = {d.id for d in function.decorator_list if isinstance(d, ast.Name)}
-    for binding in ("staticmethod", "classmethod"):
-        if binding in decorators:
-            return binding
-    return "method" if in_class else "function"
+def _class_of(root: Path, dotted: str) -> _Class | None:
+    outline, names = _find_module(root, dotted)
+    return outline.classes.get(names[0]) if outline is not None and names else None
 
 
 def _method_names(root: Path, dotted: str) -> set[str]:
     found = _class_of(root, dotted)
-    return {node.name for node in found.body if isinstance(node, _Function)} if found else set()
+    return set(found.methods) if found else set()
 
 
 def _field_names(root: Path, dotted: str) -> set[str]:
     found = _class_of(root, dotted)
-    if found is None:
-        return set()
-    return {
-        node.target.id
-        for node in found.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    return set(found.fields) if found else set()
 
 
 def _assigned_names(root: Path, dotted: str) -> set[str]:
-    """Names that the class's methods assign on ``self``."""
     found = _class_of(root, dotted)
-    if found is None:
-        return set()
-    targets = [
-        target
-        for node in ast.walk(found)
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    return {
-        target.attr
-        for target in targets
-        if isinstance(target, ast.Attribute)
-        and isinstance(target.value, ast.Name)
-        and target.value.id == "self"
-    }
+    return found.assigned if found else set()

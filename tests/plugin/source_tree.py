@@ -2,25 +2,33 @@
 
 import ast
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+
+from locks_sglang import compat
 
 
 def with_changed_file(root: Path, copy: Path, relative: Path, change: Callable[[str], str]) -> Path:
-    """Make `copy` a tree of links to `root/sglang` in which only `relative` is a changed file."""
-    source, target = root, copy
-    for part in ("sglang", *relative.parts):
-        target.mkdir(exist_ok=True)
-        if source != root:
-            for child in source.iterdir():
-                if child.name != part:
-                    (target / child.name).symlink_to(child)
-        source, target = source / part, target / part
-    before = source.read_text(encoding="utf-8")
+    """Make `copy` a tree of the files of `root/sglang` that contracts read, where `relative` is changed."""
+    for path in contract_files(root):
+        target = copy / "sglang" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path != relative:
+            target.symlink_to(root / "sglang" / path)
+    before = (root / "sglang" / relative).read_text(encoding="utf-8")
     after = change(before)
     assert after != before, f"nothing was changed in {relative}"
-    target.write_text(after, encoding="utf-8")
+    (copy / "sglang" / relative).write_text(after, encoding="utf-8")
     return copy
+
+
+@cache
+def contract_files(root: Path) -> tuple[Path, ...]:
+    """Files, relative to `root/sglang`, that `compat.run_checks` reads."""
+    rows = {check.name for check in compat.run_checks(root)}
+    fields = (root / "sglang/srt/arg_groups/fields").glob("*.py")
+    relative = {file_of(root, row) for row in rows} | {path.relative_to(root / "sglang") for path in fields}
+    return (Path("_version.py"), *sorted(relative))
 
 
 def file_of(root: Path, dotted: str) -> Path:

@@ -1,6 +1,5 @@
 """Every contract of the hooks is checked, and each breach is reported as exactly that row."""
 
-import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,17 +25,6 @@ OTHER_CONTRACTS = [
 @pytest.fixture
 def broken(installed_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
     """`broken(dotted, change)`: the installed sources with the file of `dotted` changed."""
-    cached, changed = compat._parse, {}
-
-    def parse(path: Path) -> ast.Module:
-        # The trees of changed files must not stay in the cache: they are large.
-        if not path.is_relative_to(tmp_path.resolve()):
-            return cached(path)
-        if path not in changed:
-            changed[path] = ast.parse(path.read_text(encoding="utf-8"))
-        return changed[path]
-
-    monkeypatch.setattr(compat, "_parse", parse)
     return lambda dotted, change: source_tree.with_changed_file(
         installed_sources, tmp_path, source_tree.file_of(installed_sources, dotted), change
     )
