@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import results_file
@@ -151,6 +152,10 @@ class Inputs:
         )
 
 
+def copy_of(chosen: Selection) -> Selection:
+    return Selection(chosen.pages.clone(), chosen.logical.clone(), chosen.counts.clone())
+
+
 def bf16(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
@@ -164,7 +169,7 @@ def random_records(layout: SummaryLayout, lead: tuple[int, ...]) -> Summaries:
     return pool
 
 
-def graph_us(calls: list[Callable[[], object]], repeats: int) -> tuple[float, float, float]:
+def graph_us(calls: Sequence[Callable[[], object]], repeats: int) -> tuple[float, float, float]:
     """Median, least and most microseconds a call, over replays of one graph of all calls."""
     for call in calls[:2]:
         call()
@@ -201,17 +206,15 @@ def measure(case: Case, ops: list[str], repeats: int) -> Iterator[dict]:
             if op in ops:
                 inputs.path(0)
                 function = getattr(inputs, op)
-                calls = [
-                    lambda index=index, function=function: function(index) for index in range(inputs.sets)
-                ]
+                calls = [partial(function, index) for index in range(inputs.sets)]
                 yield row(case, op, "cuda", moved, graph_us(calls, repeats))
         del inputs
     if "attend" in ops or "dense" in ops:
         inputs = Inputs(case, with_values=True)
         if "attend" in ops:
-            selections = [inputs.path(index) for index in range(inputs.sets)]
-            copies = [Selection(s.pages.clone(), s.logical.clone(), s.counts.clone()) for s in selections]
-            calls = [lambda chosen=chosen: inputs.attend(chosen) for chosen in copies]
+            # The workspace holds one selection at a time.
+            copies = [copy_of(inputs.path(index)) for index in range(inputs.sets)]
+            calls = [partial(inputs.attend, chosen) for chosen in copies]
             yield row(case, "attend", "auto", attend_bytes, graph_us(calls, repeats))
         if "dense" in ops:
             timed = flashinfer_us(inputs, repeats)
