@@ -3,9 +3,7 @@
 // and the log-sum-exp over dense scores.  Clear rather than fast.
 //
 // variant: HEAD_DIM=128 PAGE=16
-// variant: HEAD_DIM=64 PAGE=32 QUERY_HALF=1 KEY_FP8=1
-// variant: HEAD_DIM=128 PAGE=16 QUEST=1
-// variant: HEAD_DIM=64 PAGE=16 QUEST=1 QUERY_HALF=1
+// variant: HEAD_DIM=64 PAGE=32 QUEST=1 QUERY_HALF=1 KEY_FP8=1
 
 #include "exact_page.cuh"
 #include "schedule.cuh"

@@ -8,11 +8,8 @@
 // everything, the copying warps score the pages of the current tokens from their keys.
 //
 // variant: HEAD_DIM=128 RANK=4
-// variant: HEAD_DIM=128 RANK=8
-// variant: HEAD_DIM=128 RANK=8 ROTATED=1
 // variant: HEAD_DIM=64 RANK=6 ROTATED=1 HEADS_TOGETHER=1
-// variant: HEAD_DIM=128 RANK=4 BLOCKS=2 HEADS_TOGETHER=2
-// variant: HEAD_DIM=256 RANK=16 BASIS_BITS=8 PAGE=64 BLOCKS=2 QUERY_HALF=1 KEY_FP8=1
+// variant: HEAD_DIM=128 RANK=8 BLOCKS=2 HEADS_TOGETHER=2 QUERY_HALF=1 KEY_FP8=1
 
 #include "exact_page.cuh"
 #include "record.cuh"
