@@ -6,9 +6,11 @@ reads dozens of attributes off it; prefill and everything else stay its own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .config import LocksError
+from .cpu_prefill import run_extend
 from .runtime import SparseDecode
 
 SUPPORTED_BACKENDS = ("FlashAttentionBackend", "FlashInferAttnBackend", "TorchNativeAttnBackend")
@@ -83,6 +85,8 @@ def upgrade(backend: Any, state: SparseDecode) -> None:
         )
     backend.__class__ = make_sparse_class(original)
     backend.locks = state
+    if original.__name__ == "TorchNativeAttnBackend":
+        backend._run_sdpa_forward_extend = partial(run_extend, backend._run_sdpa_forward_extend)
 
 
 def _refuse_extra_terms(layer: Any, kwargs: dict[str, Any]) -> None:
