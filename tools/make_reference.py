@@ -10,13 +10,13 @@ by hand and stays.
 import argparse
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import locks_kernels
+import pages
 from locks_sglang import cli, demo_model, refusals
 from locks_sglang.config import DEFAULT_PAGE_SIZE, argument_name, flag_name, options
 from locks_sglang.telemetry import METRICS
@@ -59,7 +59,7 @@ def flags() -> str:
                 _text(option.metadata["help"]),
             ]
         )
-    return _table(["flag", "`sgl.Engine` argument", "default", "meaning"], rows)
+    return pages.table(["flag", "`sgl.Engine` argument", "default", "meaning"], rows)
 
 
 def page_size() -> str:
@@ -72,14 +72,14 @@ def page_size() -> str:
 def metrics() -> str:
     # prometheus_client adds the suffix of counters.
     shown = {name: name + "_total" if kind == "counter" else name for name, (kind, _) in METRICS.items()}
-    return _table(
+    return pages.table(
         ["metric", "kind", "meaning"],
         [[f"`{shown[name]}`", kind, text] for name, (kind, text) in METRICS.items()],
     )
 
 
 def server_info() -> str:
-    return _table(["field", "meaning"], [[f"`{name}`", text] for name, text in SERVER_INFO.items()])
+    return pages.table(["field", "meaning"], [[f"`{name}`", text] for name, text in SERVER_INFO.items()])
 
 
 def refused_options() -> str:
@@ -88,7 +88,7 @@ def refused_options() -> str:
         since = "" if row.since == "0.5.17" else f" (SGLang {row.since})"
         passes = "with `--sparse-decode-allow-untested`" if row.untested else "no"
         rows.append([f"`{row.option}`{since}", row.reason, row.legal, passes])
-    return _table(["option", "why", "legal", "can be started all the same"], rows)
+    return pages.table(["option", "why", "legal", "can be started all the same"], rows)
 
 
 def refused_variables() -> str:
@@ -96,7 +96,7 @@ def refused_variables() -> str:
     for row in refusals.REFUSED_VARIABLES:
         since = "" if row.since == "0.5.17" else f" (SGLang {row.since})"
         rows.append([f"`{row.name}`{since}", row.reason])
-    return _table(["environment variable", "why"], rows)
+    return pages.table(["environment variable", "why"], rows)
 
 
 def python_api() -> str:
@@ -129,20 +129,8 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def render(page: str) -> str:
-    """The page with its generated parts made anew. ValueError for a part that is unknown or missing."""
-
-    def replace(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in PARTS:
-            raise ValueError(f"unknown part {name!r}; legal: {', '.join(PARTS)}")
-        seen.add(name)
-        return f"<!-- generated: {name} -->\n{PARTS[name]()}\n<!-- end -->"
-
-    seen: set[str] = set()
-    rendered = re.sub(r"<!-- generated: (.+?) -->\n.*?<!-- end -->", replace, page, flags=re.S)
-    if missing := set(PARTS) - seen:
-        raise ValueError(f"the page has no place for {', '.join(sorted(missing))}")
-    return rendered
+    """The page with its generated parts made anew."""
+    return pages.render(page, PARTS)
 
 
 def main() -> int:
@@ -151,14 +139,7 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if out of date")
     arguments = parser.parse_args()
-    before = PAGE.read_text(encoding="utf-8")
-    after = render(before)
-    if arguments.check and after != before:
-        print(f"{PAGE} is out of date; run: python tools/make_reference.py", file=sys.stderr)
-        return 1
-    if not arguments.check:
-        PAGE.write_text(after, encoding="utf-8")
-    return 0
+    return 0 if pages.update(PAGE, PARTS, arguments.check, "python tools/make_reference.py") else 1
 
 
 def _describe(name: str, thing: Any) -> str:
@@ -213,11 +194,6 @@ def _help(parser: argparse.ArgumentParser) -> str:
 
 def _text(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,14 @@ def compile_all(arch: str = CI_ARCH, names: list[str] | None = None) -> dict[str
 
     ``names`` restricts it to some sources.  Raises BuildError at the first failure.
     """
-    libraries = {}
-    for name in names or sorted(path.stem for path in CSRC.glob("*.cu")):
-        for constants in variants(name):
-            label = " ".join([name, *(f"{key}={value}" for key, value in constants)])
-            libraries[label] = _compile(name, constants, arch)
-    return libraries
+    wanted = {
+        " ".join([name, *(f"{key}={value}" for key, value in constants)]): (name, constants)
+        for name in names or sorted(path.stem for path in CSRC.glob("*.cu"))
+        for constants in variants(name)
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        paths = compilers.map(lambda what: _compile(*what, arch), wanted.values())
+        return dict(zip(wanted, paths, strict=True))
 
 
 def variants(name: str) -> list[tuple[tuple[str, int], ...]]:

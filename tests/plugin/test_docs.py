@@ -21,12 +21,20 @@ SOURCES = [*ROOT.glob("python/locks_sglang/*.py"), *ROOT.glob("kernels/locks_ker
 
 sys.path.insert(0, str(ROOT / "tools"))
 import make_reference  # noqa: E402
+import make_results  # noqa: E402
+import pages  # noqa: E402
 
 Template = list[str | None]  # a string of the source: its literal parts, and None for what is filled in
 
 
 def test_reference_is_up_to_date() -> None:
     assert make_reference.render(REFERENCE) == REFERENCE, "run: python tools/make_reference.py"
+
+
+def test_measured_parts_are_up_to_date() -> None:
+    for path, parts in make_results.PAGES.items():
+        page = path.read_text()
+        assert pages.render(page, parts) == page, "run: python tools/make_results.py"
 
 
 def test_a_part_that_is_missing_is_noticed() -> None:
