@@ -78,8 +78,11 @@ def compile_all(arch: str = CI_ARCH, names: list[str] | None = None) -> dict[str
         for constants in variants(name)
     }
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        paths = compilers.map(lambda what: _compile(*what, arch), wanted.values())
-        return dict(zip(wanted, paths, strict=True))
+        jobs = {
+            label: compilers.submit(_compile, name, constants, arch)
+            for label, (name, constants) in wanted.items()
+        }
+        return {label: job.result() for label, job in jobs.items()}
 
 
 def variants(name: str) -> list[tuple[tuple[str, int], ...]]:
