@@ -17,7 +17,7 @@ LOCKS = ("--sparse-decode", "locks", "--sparse-decode-budget", "128", "--sparse-
 # Conservativeness 0 admits requests without room for their answers, so that retraction can be provoked.
 SMALL_POOL = (
     "--max-total-tokens",
-    "2048",
+    "1280",
     "--schedule-conservativeness",
     "0",
     "--decode-log-interval",

@@ -4,7 +4,7 @@ from traced import BUDGET, PAGE, Traced, assert_same, assert_same_pages, assert_
 
 
 def test_requests_join_and_leave(locks: Traced, words: list[int]) -> None:
-    asked = [(words[:640], 16), (words[700:1000], 4), (words[300:751], 8)]
+    asked = [(words[:480], 16), (words[700:900], 4), (words[300:611], 8)]
     cold = [locks.alone(prompt, new) for prompt, new in asked]
     locks.server.flush_cache()
     first = locks.start(*asked[0])
@@ -19,12 +19,12 @@ def test_requests_join_and_leave(locks: Traced, words: list[int]) -> None:
 
 
 def test_abort_while_decoding(locks: Traced, words: list[int]) -> None:
-    asked = [(words[:640], 16), (words[300:751], 8)]
+    asked = [(words[:480], 16), (words[300:611], 8)]
     cold = [locks.alone(prompt, new) for prompt, new in asked]
     locks.server.flush_cache()
     bystander = locks.start(*asked[0])
     bystander.wait_for_rows(1)
-    aborted = locks.start(words[500:900], 200)
+    aborted = locks.start(words[500:700], 200)
     aborted.wait_for_rows(2)
     locks.server.abort(aborted.rid)
     successor = locks.start(*asked[1])  # may get the pages that the aborted one gave back
@@ -36,12 +36,12 @@ def test_abort_while_decoding(locks: Traced, words: list[int]) -> None:
 
 
 def test_retracted_and_resumed(locks: Traced, words: list[int]) -> None:
-    """Six requests of 20 pages fit into the 128 pages of the pool, but not with the 22 that each grows to.
+    """Six requests of 12 pages fit into the 80 pages of the pool, but not with the 14 that each grows to.
 
     SGLang then takes one of them out, and resumes it later by a prefill over its prompt and its tokens so
     far. That prefill is dense, so from there on the request equals one that came with all these tokens.
     """
-    prompts = [words[start : start + 318] for start in range(0, 600, 100)]
+    prompts = [words[start : start + 190] for start in range(0, 600, 100)]
     new = 24
     metrics = locks.server.metrics()
     runs = locks.together(prompts, new)

@@ -5,10 +5,10 @@ import random
 import pytest
 from traced import BUDGET, PAGE, Traced, assert_all_rows, assert_same, assert_selects
 
-LENGTH, NEW = 640, 8
+LENGTH, NEW = 480, 8
 
 
-def noise(seed: int, length: int = 752) -> list[int]:
+def noise(seed: int, length: int = 480) -> list[int]:
     """Tokens that share nothing with the text."""
     return random.Random(seed).choices(range(1000, 40000), k=length)
 
@@ -25,10 +25,10 @@ def test_same_prompt_twice(locks: Traced, words: list[int]) -> None:
     assert_same(second, cold)
 
 
-@pytest.mark.parametrize("shared", [320, 327])
+@pytest.mark.parametrize("shared", [240, 247])
 def test_shared_prefix(locks: Traced, words: list[int], shared: int) -> None:
     """A prefix of whole pages, and one that ends in the middle of a page."""
-    prompt = words[:shared] + words[800:1100]
+    prompt = words[:shared] + words[800:1000]
     cold = locks.alone(prompt, NEW)
     locks.server.flush_cache()
     locks.run(words[:LENGTH], 2)
@@ -38,7 +38,7 @@ def test_shared_prefix(locks: Traced, words: list[int], shared: int) -> None:
 
 
 def test_evicted_pages_get_new_summaries(locks: Traced, words: list[int]) -> None:
-    """The pool holds 2,048 tokens, so the same physical pages pass from request to request."""
+    """The pool holds 1,280 tokens, so the same physical pages pass from request to request."""
     cold = locks.alone(words[:LENGTH], NEW)
     other = locks.alone(noise(1), NEW)
     locks.server.flush_cache()
