@@ -7,9 +7,9 @@ from locks_sglang.telemetry import METRICS
 from server import Server
 from traced import BUDGET, PAGE, Traced
 
-# Bytes of a record r8i4, a page and KV head: basis, coefficients, centroid, and the scales of each
-# (d = 64, r = 8). The demo model has 30 layers and 3 KV heads.
-RECORD = 64 * 8 // 2 + 16 * 8 + 64 + 2 * (1 + 16 + 8)
+# Bytes of a record r6h, a page and KV head: basis, coefficients, centroid, and the scales of each
+# (d = 64, r = 6). The demo model has 30 layers and 3 KV heads.
+RECORD = 64 * 6 // 2 + 16 * 6 // 2 + 64 + 2 * (1 + 6)
 BYTES_PER_TOKEN = -(-RECORD * 3 * 30 // 16)
 
 
@@ -19,13 +19,13 @@ def sample_name(metric: str) -> str:
 
 def test_start_up_line(locks: Traced) -> None:
     found = re.search(
-        r"Sparse decode on: selector locks, record format r8i4, budget 128 tokens, page 16; summaries "
+        r"Sparse decode on: selector locks, record format r6h, budget 128 tokens, page 16; summaries "
         r"(\d+) bytes a token, ([\d.]+) GiB beside ([\d.]+) GiB of KV; 30 layers sparse, 0 dense\n",
         locks.server.log,
     )
     assert found
     assert int(found[1]) == BYTES_PER_TOKEN
-    tokens = 2048 + PAGE  # SGLang keeps a page that nobody owns
+    tokens = 1280 + PAGE  # SGLang keeps a page that nobody owns
     assert float(found[2]) == pytest.approx(RECORD / PAGE * 90 * tokens / 2**30, abs=6e-4)
     assert float(found[3]) == pytest.approx(2 * 4 * 64 * 90 * tokens / 2**30, abs=6e-4)
 
@@ -34,7 +34,7 @@ def test_server_info(locks: Traced) -> None:
     info = locks.server.locks_info()
     expected = {
         "selector": "locks",
-        "format": "r8i4",
+        "format": "r6h",
         "budget": BUDGET,
         "max_budget": 4 * BUDGET,
         "min_len": 0,
@@ -44,7 +44,7 @@ def test_server_info(locks: Traced) -> None:
         "dense_layers": {},
     }
     assert {name: info[name] for name in expected} == expected
-    pages = 2048 // PAGE + 1
+    pages = 1280 // PAGE + 1
     assert info["summary_bytes"] == pages * 90 * RECORD
 
 

@@ -1,0 +1,35 @@
+"""The other selectors go through the same path, so they keep the same promises."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from traced import BUDGET, PAGE, Traced, assert_all_rows, assert_same, assert_selects
+
+NEW = 8
+
+
+@pytest.fixture(params=["quest", "oracle"])
+def other(request: pytest.FixtureRequest, traced_server: Callable[..., Traced]) -> Traced:
+    return traced_server("--sparse-decode", request.param, "--sparse-decode-budget", str(BUDGET))
+
+
+def test_budget_that_covers_the_context(other: Traced, dense_tokens: Callable, words: list[int]) -> None:
+    for length in (1, 16, 33, BUDGET - NEW + 1):
+        run = other.run(words[:length], NEW)
+        assert all(pages is None for pages in run.rows.values())
+        assert run.tokens == dense_tokens(words[:length], NEW)
+
+
+def test_reused_pages(other: Traced, words: list[int]) -> None:
+    prompt, noise = words[:480], random.Random(3).choices(range(1000, 40000), k=880)
+    cold = other.run(prompt, NEW)
+    assert_all_rows(cold, layers=30)
+    assert_selects(cold, BUDGET // PAGE)
+    hit = other.run(prompt, NEW)
+    assert hit.cached_tokens == 480 - PAGE
+    assert_same(hit, cold)
+    other.run(noise, 1)
+    again = other.run(prompt, NEW)
+    assert again.cached_tokens == 0
+    assert_same(again, cold)
