@@ -23,10 +23,10 @@ PAPER = {
 }  # fmt: skip
 
 
-def newest(benchmark: str) -> dict[str, Any]:
-    """The newest result file of a benchmark."""
+def newest(benchmark: str, machine: str = "h200") -> dict[str, Any]:
+    """The newest result file of a benchmark on a machine."""
     return json.loads(
-        max(RESULTS.glob(f"{benchmark}-*.json"), key=lambda path: path.name[-15:]).read_text()
+        max(RESULTS.glob(f"{benchmark}-{machine}-*.json"), key=lambda path: path.name[-15:]).read_text()
     )
 
 
@@ -69,6 +69,16 @@ def decode_step() -> str:
     return f"{pages.table(head, rows)}\n\n{origin(result)}"
 
 
+def cpu_step() -> str:
+    """Medians and spread of a step of the demo model on a CPU."""
+    result = newest("decode_step", "cpu")
+    rows = [
+        [row["variant"], f"{row['step_ms']:.0f}", f"{row['step_ms_min']:.0f} to {row['step_ms_max']:.0f}"]
+        for row in result["rows"]
+    ]
+    return f"{pages.table(['variant', 'step, ms', 'spread, ms'], rows)}\n\n{origin(result)}"
+
+
 def gains() -> str:
     """The README's short table."""
     result = newest("decode_step")
@@ -108,7 +118,7 @@ def plot() -> None:
 
 
 PAGES = {
-    ROOT / "docs" / "results.md": {"decode_step": decode_step},
+    ROOT / "docs" / "results.md": {"decode_step": decode_step, "cpu_step": cpu_step},
     ROOT / "README.md": {"gains": gains},
 }
 
