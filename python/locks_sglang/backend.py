@@ -36,7 +36,7 @@ def make_sparse_class(base: type) -> type:
 
         def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
-            self.locks.allocate_buffers(max_bs)
+            self.locks.allocate_graph_buffers(max_bs)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
             if self._plans_itself(forward_batch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from locks_kernels import Selection, StepTables, attend, retained_mass, score_select, snapshot
+from locks_kernels.workspace import Workspace
 
 from .buffers import Geometry, StepBuffers
 from .config import LocksConfig
@@ -40,15 +41,17 @@ class SparseDecode:
         self.sparse_layers: list[int] = []
         self._width = config.largest_budget // config.page_size
         self._q_heads = q_heads
-        self._buffers: StepBuffers | None = None
+        self._graph_buffers: StepBuffers | None = None
+        self._eager_buffers: StepBuffers | None = None
+        self._workspace: Workspace | None = None
         self._step: StepTables | None = None
         self._rids: list[str] | None = None
         self._steps = 0
         self._trace = open(config.trace_file, "w") if config.trace_file else None  # noqa: SIM115
 
-    def allocate_buffers(self, max_rows: int) -> None:
-        """Tables and workspace at fixed addresses, as CUDA graphs need them."""
-        self._buffers = StepBuffers.allocate(self.geometry, max_rows, self.device)
+    def allocate_graph_buffers(self, max_rows: int) -> None:
+        """Tables and workspace for the steps that CUDA graphs replay; their addresses never change."""
+        self._graph_buffers = StepBuffers.allocate(self.geometry, max_rows, self.device)
 
     @property
     def geometry(self) -> Geometry:
@@ -95,11 +98,22 @@ class SparseDecode:
         if self.device.type == "cpu":
             pages = -(-int(forward_batch.seq_lens.max()) // self.config.page_size)
             return StepTables.allocate(rows, pages, self.device)
-        if self._buffers is None or rows > self._buffers.max_rows:
-            # Eager decode: no graph holds the old addresses of a batch this large.
-            self.allocate_buffers(1 << (rows - 1).bit_length())
-        assert self._buffers is not None
-        return self._buffers.tables.rows(rows)
+        buffers = self._buffers_for(rows)
+        self._workspace = buffers.workspace
+        return buffers.tables.rows(rows)
+
+    def _buffers_for(self, rows: int) -> StepBuffers:
+        """The graphs' buffers, or growing ones of their own for eager batches that are larger.
+
+        The graphs' are never replaced: captured steps go on reading their addresses.
+        """
+        if self._graph_buffers is not None and rows <= self._graph_buffers.max_rows:
+            return self._graph_buffers
+        if self._eager_buffers is None or rows > self._eager_buffers.max_rows:
+            self._eager_buffers = StepBuffers.allocate(
+                self.geometry, 1 << (rows - 1).bit_length(), self.device
+            )
+        return self._eager_buffers
 
     def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
         """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.
@@ -110,7 +124,6 @@ class SparseDecode:
         assert step is not None, "decode() outside of a decode step"
         index = self.summaries.index(layer.layer_id)
         keys, values = self.summaries.keys[index], self.summaries.values[index]
-        workspace = self._buffers.workspace if self._buffers is not None else None
         selection = score_select(
             queries,
             keys,
@@ -120,7 +133,7 @@ class SparseDecode:
             step.budgets,
             layer.scaling,
             width=self._width,
-            workspace=workspace,
+            workspace=self._workspace,
         )
         if self._trace is not None:
             self._write_trace(selection, step, index)
@@ -134,7 +147,7 @@ class SparseDecode:
             step.page_table,
             step.seq_lens,
             layer.scaling,
-            workspace=workspace,
+            workspace=self._workspace,
         )
         return output
 
