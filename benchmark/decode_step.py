@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
     parser.add_argument("--prefill", action="store_true", help="really prefill, in chunks of 8192 tokens")
     parser.add_argument("--check", action="store_true", help="compare tokens where the budget covers all")
-    parser.add_argument("--profile", action="store_true", help="add a list of kernels for every case")
+    parser.add_argument("--profile", action="store_true", help="add where the time of a step goes")
     parser.add_argument("--out", type=Path, help="folder of the result file")
     parser.add_argument("--machine-name", default="h200")
     parser.add_argument("--commit", help="commit to write down where git is not there")
@@ -199,6 +199,7 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
     """Median step time of one case."""
     import torch
     from sglang.benchmark import one_batch
+    from step_profile import profile
 
     with torch.no_grad():
         batch, extra = (
@@ -216,7 +217,7 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
             if step >= WARM_UP:
                 times.append(1e3 * (time.perf_counter() - start))
         if arguments.profile:
-            extra["kernels"] = profile(runner, tokens, batch)
+            extra |= profile(lambda: one_batch.decode(tokens, batch, runner))
     return {
         "step_ms": round(statistics.median(times), 4),
         "step_ms_min": round(min(times), 4),
@@ -312,28 +313,6 @@ def prefilled(runner: Any, batch_size: int, context: int, chunk: int = 8192) -> 
         _, _, batch = one_batch.extend(requests, runner)
     one_batch.synchronize(runner.device)
     return batch, {"prefill_ms": round(1e3 * (time.perf_counter() - start), 1)}
-
-
-def profile(runner: Any, tokens: Any, batch: Any, steps: int = 3) -> list[dict[str, Any]]:
-    """Kernels of a step: name, launches and microseconds, the longest first."""
-    import torch
-    from sglang.benchmark import one_batch
-
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as recorded:
-        for _ in range(steps):
-            tokens, _ = one_batch.decode(tokens, batch, runner)
-        torch.cuda.synchronize()
-    kernels = [e for e in recorded.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    return [
-        {
-            "kernel": event.key[:120],
-            "launches_per_step": round(event.count / steps, 2),
-            "us_per_step": round(event.self_device_time_total / steps, 2),
-        }
-        for event in kernels[:40]
-    ]
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ Dense decode by FlashInfer is timed in the same run where it can be imported.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import results_file
 import torch
+from graph_timing import graph_us
 from locks_kernels import (
     Selection,
     Summaries,
@@ -167,27 +167,6 @@ def random_records(layout: SummaryLayout, lead: tuple[int, ...]) -> Summaries:
         plane.random_(0, 256)
     pool.scales.copy_(torch.rand(pool.scales.shape, device="cuda").mul_(0.03))
     return pool
-
-
-def graph_us(calls: Sequence[Callable[[], object]], repeats: int) -> tuple[float, float, float]:
-    """Median, least and most microseconds a call, over replays of one graph of all calls."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / len(calls))
-    times = times[2:]
-    return statistics.median(times), min(times), max(times)
 
 
 def measure(case: Case, ops: list[str], repeats: int) -> Iterator[dict]:

@@ -8,12 +8,12 @@ Medians of CUDA-graph replays over data that is colder than L2, on GLM-4-9B-Chat
 
 from __future__ import annotations
 
-import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
+from graph_timing import graph_us
 from locks_kernels import (
     EnvelopeLayout,
     Envelopes,
@@ -30,23 +30,8 @@ from locks_kernels.attend_buffers import AttendBuffers
 H, G, D, B = 4, 8, 128, 16
 
 
-def graph_us(calls, repeats=15):
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times[2:])
+def median_us(calls, repeats=15):
+    return graph_us(calls, repeats)[0]
 
 
 class Batch:
@@ -125,19 +110,19 @@ def time_attend():
     batch = Batch(1, 524_288)
     selections = batch.lists(128, 48)
     small = torch.zeros(32, device="cuda")
-    base = graph_us([lambda: small.add_(1)] * 48)
+    base = median_us([lambda: small.add_(1)] * 48)
     print(f"a small kernel alone {base:.2f} us")
     for variant in VARIANTS:
         clusters = configure(*variant)
         calls = [partial(batch.run, chosen) for chosen in selections]
         between = [call for run in calls for call in (run, lambda: small.add_(1))]
-        chained, apart = graph_us(calls), 2 * graph_us(between) - base
+        chained, apart = median_us(calls), 2 * median_us(between) - base
         print(
             f"attend 2048 tokens: {variant}: {chained:.2f} us in a row, {apart:.2f} us between others; "
             f"clusters {clusters}",
             flush=True,
         )
-    triton = graph_us([partial(batch.triton, chosen) for chosen in selections])
+    triton = median_us([partial(batch.triton, chosen) for chosen in selections])
     print(f"attend 2048 tokens: triton {triton:.2f} us", flush=True)
 
 
@@ -155,9 +140,9 @@ def time_dense_shape(rows, context):
     line = []
     for variant in DENSE:
         configure(*variant)
-        us = graph_us([partial(batch.run, everything)] * (8 if moved < 1e9 else 2), 8)
+        us = median_us([partial(batch.run, everything)] * (8 if moved < 1e9 else 2), 8)
         line.append(f"{variant} {us:.1f} us {moved / us * 1e-6:.2f}")
-    us = graph_us([partial(batch.triton, everything)] * 2, 5)
+    us = median_us([partial(batch.triton, everything)] * 2, 5)
     print(f"dense {rows} x {context}:", "; ".join(line), f"; triton {us:.1f}", flush=True)
 
 
@@ -177,16 +162,16 @@ def time_steps(keys, records):
         idle = torch.arange(rows, device="cuda") * 16 + 3
         full = torch.randperm(PAGES, device="cuda")[:rows] * 16 + 15
         for label, slots in (("nothing", idle), ("all", full)):
-            us = graph_us([partial(summarize, keys, slots, records)] * 8)
+            us = median_us([partial(summarize, keys, slots, records)] * 8)
             print(f"summarize, {rows} rows, {label} complete: {us:.2f} us", flush=True)
 
 
 def time_format(name, keys, records):
     chunk = torch.arange(16_384, device="cuda") + 16_384
-    us = graph_us([partial(summarize, keys, chunk, records)] * 2, 6)
+    us = median_us([partial(summarize, keys, chunk, records)] * 2, 6)
     print(f"summarize {name}, 16K tokens x 40 layers: {us / 1000:.2f} ms", flush=True)
     slots = torch.arange(PAGES * B, device="cuda")
-    us = graph_us([partial(summarize, keys, slots, records)], 3)
+    us = median_us([partial(summarize, keys, slots, records)], 3)
     moved = LAYERS * (keys[0].nbytes + PAGES * H * records.layout.bytes_per_page)
     print(
         f"summarize {name}, 1M tokens x 40 layers: {us / 1000:.1f} ms, "
@@ -195,7 +180,7 @@ def time_format(name, keys, records):
     )
     if name == "r4i4":
         one = Summaries(records.layout, *(plane[:1] for plane in records.planes))
-        us = graph_us([partial(summarize, keys[:1], slots, one, impl="triton")], 2)
+        us = median_us([partial(summarize, keys[:1], slots, one, impl="triton")], 2)
         print(f"summarize {name}, 1M tokens, one layer, triton: {us / 1000:.1f} ms", flush=True)
 
 

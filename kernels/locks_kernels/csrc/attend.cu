@@ -111,6 +111,7 @@ void prepare() {
              "shared memory of attend");
   check_cuda(cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
              "clusters of attend");
+  prefer_shared_memory(attend_kernel);
 }
 
 // Addresses, strides (in elements) and sizes as integers: the caller (cuda_attend.py) has checked them.
