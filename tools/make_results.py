@@ -1,6 +1,6 @@
 """Write the measured parts of docs/results.md and README.md from benchmark/results/*.json.
 
-python tools/make_results.py            # update the pages and the plot
+python tools/make_results.py            # update the pages and the figures
 python tools/make_results.py --check    # exit status 1 if a page is out of date
 """
 
@@ -23,11 +23,25 @@ PAPER = {
 }  # fmt: skip
 
 
-def newest(benchmark: str, machine: str = "h200") -> dict[str, Any]:
-    """The newest result file of a benchmark on a machine."""
-    return json.loads(
-        max(RESULTS.glob(f"{benchmark}-{machine}-*.json"), key=lambda path: path.name[-15:]).read_text()
-    )
+THROUGHPUT_CASE = ("workload", "concurrency", "context", "output")
+THROUGHPUT_HEAD = [
+    "workload", "clients x context + output", "variant", "TTFT, s", "ITL p50 / p99, ms", "ITL gain",
+    "tokens/s", "gain", "batch", "cached", "KV pool, tokens",
+]  # fmt: skip
+
+
+def newest(benchmark: str, machine: str = "h200") -> dict[str, Any] | None:
+    """The newest result file of a benchmark on a machine; None where there is none."""
+    paths = sorted(RESULTS.glob(f"{benchmark}-{machine}-*.json"), key=lambda path: path.name[-15:])
+    return json.loads(paths[-1].read_text()) if paths else None
+
+
+def needed(benchmark: str, machine: str = "h200") -> dict[str, Any]:
+    """As `newest`, where a page cannot do without. FileNotFoundError names the file."""
+    result = newest(benchmark, machine)
+    if result is None:
+        raise FileNotFoundError(f"no {benchmark}-{machine}-*.json in {RESULTS}")
+    return result
 
 
 def origin(result: dict[str, Any]) -> str:
@@ -53,7 +67,7 @@ def step_times(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[s
 
 def decode_step() -> str:
     """Milliseconds of every variant, and the ratio of the faster dense backend to each sparse one."""
-    result = newest("decode_step")
+    result = needed("decode_step")
     variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
     dense = [name for name in variants if name.startswith("dense")]
     sparse = [name for name in variants if not name.startswith("dense")]
@@ -71,7 +85,7 @@ def decode_step() -> str:
 
 def cpu_step() -> str:
     """Medians and spread of a step of the demo model on a CPU."""
-    result = newest("decode_step", "cpu")
+    result = needed("decode_step", "cpu")
     rows = [
         [row["variant"], f"{row['step_ms']:.0f}", f"{row['step_ms_min']:.0f} to {row['step_ms_max']:.0f}"]
         for row in result["rows"]
@@ -81,7 +95,7 @@ def cpu_step() -> str:
 
 def gains() -> str:
     """The README's short table."""
-    result = newest("decode_step")
+    result = needed("decode_step")
     rows = []
     for (batch, context), found in step_times(result).items():
         fastest = min(row["step_ms"] for name, row in found.items() if name.startswith("dense"))
@@ -90,35 +104,57 @@ def gains() -> str:
     return pages.table(["batch x context", "dense, ms", "sparse, ms", "speedup"], rows)
 
 
-def plot() -> None:
-    """Step time against context at batch 1."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "locks"
-    result = newest("decode_step")
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-        chosen = [row for row in result["rows"] if row["variant"] == variant and row["batch"] == 1]
-        style = "--" if variant.startswith("dense") else "-"
-        axes.plot(
-            [row["context"] for row in chosen],
-            [row["step_ms"] for row in chosen],
-            style,
-            marker="o",
-            label=variant,
+def throughput(machine: str) -> str:
+    """Every case of the newest run of servers, against the faster dense backend of the same case."""
+    result = newest("throughput", machine)
+    if result is None:
+        return "Not run yet."
+    rows = []
+    for row in sorted(
+        result["rows"], key=lambda row: (row["workload"], row["context"], row["concurrency"])
+    ):
+        same = [r for r in result["rows"] if all(r[name] == row[name] for name in THROUGHPUT_CASE)]
+        dense = [r for r in same if r["budget"] is None]
+        gain = slowdown = "-"
+        if dense and row["budget"] is not None:
+            gain = f"{row['tokens_per_s'] / max(r['tokens_per_s'] for r in dense):.2f}x"
+            slowdown = f"{min(r['itl_ms'] for r in dense) / row['itl_ms']:.2f}x"
+        rows.append(
+            [
+                row["workload"],
+                f"{row['concurrency']} x {row['context']:,} + {row['output']:,}",
+                row["variant"].replace(":", " "),
+                f"{row['ttft_ms'] / 1000:.2f}",
+                f"{row['itl_ms']:.2f} / {row['itl_p99_ms']:.2f}",
+                slowdown,
+                f"{row['tokens_per_s']:.1f}",
+                gain,
+                str(row["batch"]),
+                f"{row['cached_share']:.0%}",
+                f"{row['kv_tokens']:,}",
+            ]
         )
-    axes.set(xscale="log", xlabel="context, tokens (batch 1)", ylabel="decode step, ms", ylim=(0, None))
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "decode_step.svg", metadata={"Date": None})
+    return f"{pages.table(THROUGHPUT_HEAD, rows)}\n\n{origin(result)}"
+
+
+def figures() -> None:
+    """Draw every figure whose result file is there."""
+    import plots
+
+    folder = ROOT / "docs" / "figures"
+    plots.step_time(needed("decode_step")["rows"], folder / "step_time.svg")
+    plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
+    if served := newest("throughput"):
+        plots.throughput(served["rows"], folder / "throughput.svg")
 
 
 PAGES = {
-    ROOT / "docs" / "results.md": {"decode_step": decode_step, "cpu_step": cpu_step},
+    ROOT / "docs" / "results.md": {
+        "decode_step": decode_step,
+        "throughput": lambda: throughput("h200"),
+        "cpu_step": cpu_step,
+        "cpu_throughput": lambda: throughput("cpu"),
+    },
     ROOT / "README.md": {"gains": gains},
 }
 
@@ -134,7 +170,7 @@ def main() -> int:
         for path, parts in PAGES.items()
     ]
     if not arguments.check:
-        plot()
+        figures()
     return 0 if all(current) else 1
 
 

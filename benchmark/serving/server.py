@@ -1,0 +1,179 @@
+"""A running SGLang server, started here or given by its address, and what it says about itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+import torch
+from locks_sglang import cpu_stand_ins
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 900
+POLL_S = 0.2
+GPU_FLAGS = ("--page-size", "16", "--enable-cache-report")
+
+
+class ServerFailed(RuntimeError):
+    """The server stopped, did not become healthy, or does not run what it should."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server at `url`, without a slash at the end."""
+
+    url: str
+
+    def get(self, path: str) -> Any:
+        """JSON of a GET. requests.HTTPError on an error status."""
+        answer = requests.get(self.url + path, timeout=120)
+        answer.raise_for_status()
+        return answer.json()
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache."""
+        requests.post(f"{self.url}/flush_cache?timeout=60", timeout=120).raise_for_status()
+
+    def locks(self) -> dict[str, Any] | None:
+        """The plugin's section of ``/server_info``; None where sparse decode is off."""
+        return self.get("/server_info")["internal_states"][0].get("locks")
+
+    def load(self) -> dict[str, Any]:
+        """SGLang's own view of its load: running requests and sums over decode steps."""
+        return self.get("/v1/loads")["loads"][0]
+
+    def token_counts(self) -> dict[str, float]:
+        """Prompt and cached tokens since the start. ServerFailed without ``--enable-metrics``."""
+        answer = requests.get(f"{self.url}/metrics/", timeout=60)
+        if answer.status_code != 200:
+            raise ServerFailed(f"{self.url} has no /metrics; start it with --enable-metrics")
+        totals = {"sglang:prompt_tokens_total": 0.0, "sglang:cached_tokens_total": 0.0}
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                if sample.name in totals:
+                    totals[sample.name] += sample.value
+        return {
+            "prompt": totals["sglang:prompt_tokens_total"],
+            "cached": totals["sglang:cached_tokens_total"],
+        }
+
+    def warm_up(self, prompt_tokens: int, requests_together: int) -> None:
+        """Prefill a prompt and decode some tokens, alone and together, so that nothing compiles later."""
+        for together in {1, requests_together}:
+            body = {
+                "input_ids": [[number + 1] * prompt_tokens for number in range(together)],
+                "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+            }
+            requests.post(f"{self.url}/generate", json=body, timeout=1200).raise_for_status()
+        self.flush_cache()
+
+
+@dataclass
+class LoadWatch:
+    """Largest number of requests that ran together, and the mean batch of the decode steps.
+
+    Used as a context around the load; its fields are there afterwards.
+    """
+
+    server: Server
+    largest: int = 0
+    mean_batch: float | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> LoadWatch:
+        self._before = self._decode_sums()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        steps, rows = (b - a for a, b in zip(self._before, self._decode_sums(), strict=True))
+        self.mean_batch = rows / steps if steps else None
+
+    def _decode_sums(self) -> tuple[float, float]:
+        """Decode steps and their rows, since the start of the server."""
+        sums = self.server.load().get("decode_moments") or [0.0, 0.0]
+        return sums[0], sums[1]
+
+    def _poll(self) -> None:
+        while not self._stop.wait(POLL_S):
+            with suppress(requests.RequestException):
+                self.largest = max(self.largest, self.server.load()["num_running_reqs"])
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+@contextmanager
+def launched(flags: Sequence[str], log_path: Path) -> Iterator[Server]:
+    """A healthy server with `flags`, stopped with all its processes at the end.
+
+    ServerFailed carries the end of the log.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = GPU_FLAGS if on_gpu() else (*cpu_stand_ins.SERVER_FLAGS, "--sleep-on-idle")
+    command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
+    command += [*common, "--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"]
+    command += flags
+    env = dict(os.environ) if on_gpu() else cpu_stand_ins.environment()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    server = Server(f"http://127.0.0.1:{port}")
+    try:
+        _wait(server, process, log_path)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _wait(server: Server, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    begun = time.monotonic()
+    while time.monotonic() - begun < START_TIMEOUT_S:
+        if process.poll() is not None:
+            raise ServerFailed(
+                f"the server stopped with exit status {process.returncode}\n{_tail(log_path)}"
+            )
+        with suppress(requests.RequestException):
+            if requests.get(server.url + "/health", timeout=60).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise ServerFailed(f"the server was not healthy after {START_TIMEOUT_S} s\n{_tail(log_path)}")
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(line[:300] for line in path.read_text(errors="replace").splitlines()[-30:])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    tree = [process.pid, *(child.pid for child in _children(process.pid))]
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        psutil.wait_procs([psutil.Process(pid) for pid in tree if psutil.pid_exists(pid)], timeout=5)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []

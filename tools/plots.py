@@ -1,0 +1,100 @@
+"""The figures under docs/figures, each drawn from a result file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# The same file from the same data, so that a figure changes only when its numbers do.
+matplotlib.rcParams["svg.hashsalt"] = "locks"
+
+Rows = list[dict[str, Any]]
+# Order and name of the lines of the fidelity figure: (selector, format) -> label.
+SELECTORS = {
+    ("oracle", "keys"): "oracle",
+    ("locks", "r8h"): "r8h",
+    ("locks", "r8i4"): "r8i4",
+    ("locks", "r6h"): "r6h",
+    ("locks", "r4i4"): "r4i4",
+    ("locks", "r2i4"): "r2i4",
+    ("centroid", "mu"): "centroid only",
+    ("quest", "minmax"): "Quest",
+}
+
+
+def step_time(rows: Rows, path: Path) -> None:
+    """Decode step against context at batch 1."""
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    chosen = [row for row in rows if row["batch"] == 1]
+    lines(axes, chosen, "variant", "context", "step_ms")
+    axes.set(xscale="log", xlabel="context, tokens (batch 1)", ylabel="decode step, ms", ylim=(0, None))
+    save(figure, [axes], path)
+
+
+def throughput(rows: Rows, path: Path) -> None:
+    """Output tokens a second and time between tokens against clients; a column for each context."""
+    rows = [row for row in rows if row["workload"] == "random"]
+    contexts = sorted({row["context"] for row in rows})
+    figure, grid = pyplot.subplots(2, len(contexts), figsize=(1.5 + 3.5 * len(contexts), 6), squeeze=False)
+    for column, context in enumerate(contexts):
+        chosen = [row for row in rows if row["context"] == context]
+        for line, (value, label) in enumerate(
+            [("tokens_per_s", "output tokens / s"), ("itl_ms", "between tokens (median), ms")]
+        ):
+            axes = grid[line][column]
+            lines(axes, chosen, "variant", "concurrency", value)
+            axes.set(xlabel=f"clients, {context:,} tokens of context each", ylabel=label, ylim=(0, None))
+    save(figure, grid.flat, path)
+
+
+def fidelity(rows: Rows, path: Path) -> None:
+    """Retained mass and recall against the budget, means over texts."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4))
+    for axes, value in zip(panels, ("mass", "recall"), strict=True):
+        for key, label in SELECTORS.items():
+            chosen = [row for row in rows if is_main(row) and (row["selector"], row["format"]) == key]
+            budgets = sorted({row["budget"] for row in chosen})
+            means = [
+                100 * statistics.mean(row[value] for row in chosen if row["budget"] == budget)
+                for budget in budgets
+            ]
+            axes.plot(budgets, means, "--" if key[0] != "locks" else "-", marker="o", ms=4, label=label)
+        axes.set(xscale="log", xlabel="budget, tokens", ylabel=f"{value}, per cent")
+        axes.set_xticks(budgets, [str(budget) for budget in budgets], minor=False)
+        axes.minorticks_off()
+    save(figure, panels, path)
+
+
+def is_main(row: dict[str, Any]) -> bool:
+    """Whether a fidelity row compares selectors: page scope, page 16, after RoPE, share-average."""
+    setting = (row["scope"], row["page"], row["rope"], row["combine"])
+    return row["table"] in ("page", "selectors") and setting == ("page", 16, "post", "share-average")
+
+
+def lines(axes: Axes, rows: Rows, name: str, x: str, y: str) -> None:
+    """One line for each value of `name`; dense ones dashed."""
+    for value in dict.fromkeys(row[name] for row in rows):
+        chosen = sorted((row[x], row[y]) for row in rows if row[name] == value)
+        style = "--" if value.startswith("dense") else "-"
+        axes.plot(*zip(*chosen, strict=True), style, marker="o", label=value)
+
+
+def save(figure: Figure, panels: Iterable[Axes], path: Path) -> None:
+    """Finish the panels, write the file and forget the figure."""
+    for number, axes in enumerate(panels):
+        axes.grid(alpha=0.3)
+        if number == 0:
+            axes.legend(frameon=False, fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
