@@ -16,7 +16,9 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,12 @@ CACHE = Path.home() / ".cache" / "locks_kernels"
 FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-shared")
 CI_ARCH = "90a"
 
+Constants = tuple[tuple[str, int], ...]
+Library = tuple[str, Constants]
+"""Name of a source and the compile-time constants of one library of it."""
+
 _VARIANT = re.compile(r"^// variant:(.*)$", re.MULTILINE)
+_named: list[Library] | None = None
 
 
 class BuildError(RuntimeError):
@@ -42,7 +49,22 @@ def load(name: str, **constants: int) -> Any:
     Raises:
         BuildError: no nvcc, no tvm-ffi, or the compiler failed (its output is in the message).
     """
-    return _load(name, tuple(sorted(constants.items())))
+    library = (name, tuple(sorted(constants.items())))
+    if _named is not None:
+        _named.append(library)
+        return None
+    return _load(*library)
+
+
+@contextmanager
+def naming() -> Iterator[list[Library]]:
+    """Within it :func:`load` compiles and loads nothing, but adds to the list what it was asked for."""
+    global _named
+    _named = []
+    try:
+        yield _named
+    finally:
+        _named = None
 
 
 def missing() -> str | None:
@@ -72,20 +94,41 @@ def compile_all(arch: str = CI_ARCH, names: list[str] | None = None) -> dict[str
 
     ``names`` restricts it to some sources.  Raises BuildError at the first failure.
     """
-    wanted = {
-        " ".join([name, *(f"{key}={value}" for key, value in constants)]): (name, constants)
-        for name in names or sorted(path.stem for path in CSRC.glob("*.cu"))
-        for constants in variants(name)
-    }
+    sources = names or sorted(path.stem for path in CSRC.glob("*.cu"))
+    return compile_libraries([(name, constants) for name in sources for constants in variants(name)], arch)
+
+
+def compile_libraries(libraries: Iterable[Library], arch: str = CI_ARCH) -> dict[str, Path]:
+    """Compile some libraries side by side, without a GPU; label -> file.
+
+    Raises BuildError at the first failure.
+    """
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
         jobs = {
-            label: compilers.submit(_compile, name, constants, arch)
-            for label, (name, constants) in wanted.items()
+            label(library): compilers.submit(_compile, *library, arch)
+            for library in dict.fromkeys(libraries)
         }
-        return {label: job.result() for label, job in jobs.items()}
+        return {name: job.result() for name, job in jobs.items()}
 
 
-def variants(name: str) -> list[tuple[tuple[str, int], ...]]:
+def label(library: Library) -> str:
+    """One line that names a library: its source and its constants."""
+    name, constants = library
+    return " ".join([name, *(f"{key}={value}" for key, value in constants)])
+
+
+def is_compiled(library: Library, arch: str = CI_ARCH) -> bool:
+    """Whether the cache holds this library, as this compiler makes it, for ``arch``."""
+    return missing() is None and _target(*library, arch)[1].exists()
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """Name of the architecture that a GPU's code is compiled for: (9, 0) -> ``90a``."""
+    major, minor = capability
+    return f"{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def variants(name: str) -> list[Constants]:
     """Constants of the variants that ``csrc/<name>.cu`` declares; one empty set if none."""
     found = []
     for line in _VARIANT.findall((CSRC / f"{name}.cu").read_text()):
@@ -95,37 +138,22 @@ def variants(name: str) -> list[tuple[tuple[str, int], ...]]:
 
 
 @cache
-def _load(name: str, constants: tuple[tuple[str, int], ...]) -> Any:
+def _load(name: str, constants: Constants) -> Any:
     problem = missing()
     if problem:
         raise BuildError(f"cannot build the CUDA kernel {name!r}: {problem}")
     import torch
     import tvm_ffi
 
-    major, minor = torch.cuda.get_device_capability()
-    arch = f"{major}{minor}" + ("a" if major >= 9 else "")
+    arch = arch_of(torch.cuda.get_device_capability())
     return tvm_ffi.load_module(_compile(name, constants, arch))
 
 
-def _compile(name: str, constants: tuple[tuple[str, int], ...], arch: str) -> Path:
-    nvcc = find_nvcc()
+def _compile(name: str, constants: Constants, arch: str) -> Path:
     problem = missing()
-    if nvcc is None or problem:
+    if problem:
         raise BuildError(f"cannot build the CUDA kernel {name!r}: {problem}")
-    from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
-
-    library = Path(find_libtvm_ffi())
-    command = [
-        nvcc,
-        *FLAGS,
-        f"-gencode=arch=compute_{arch},code=sm_{arch}",
-        *(f"-D{key}={value}" for key, value in constants),
-        f"-I{find_include_path()}",
-        f"-I{find_dlpack_include_path()}",
-        f"-L{library.parent}",
-        "-ltvm_ffi",
-    ]
-    target = CACHE / f"{name}-{_digest(name, command)}.so"
+    command, target = _target(name, constants, arch)
     if target.exists():
         return target
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -144,6 +172,25 @@ def _compile(name: str, constants: tuple[tuple[str, int], ...], arch: str) -> Pa
                 raise BuildError(f"nvcc failed on {name}.cu ({run.returncode}):\n{run.stderr[-8000:]}")
             os.replace(partial, target)
     return target
+
+
+def _target(name: str, constants: Constants, arch: str) -> tuple[list[str], Path]:
+    """Compiler command and cached file of a library; the compiler and tvm-ffi must be there."""
+    from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
+
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    command = [
+        nvcc,
+        *FLAGS,
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
+        *(f"-D{key}={value}" for key, value in constants),
+        f"-I{find_include_path()}",
+        f"-I{find_dlpack_include_path()}",
+        f"-L{Path(find_libtvm_ffi()).parent}",
+        "-ltvm_ffi",
+    ]
+    return command, CACHE / f"{name}-{_digest(name, command)}.so"
 
 
 def _digest(name: str, command: list[str]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import source_tree
 import torch
 from locks_sglang import compat, cpu_stand_ins
 from plugin_process import AtLoad
@@ -106,6 +107,14 @@ def newest_sources() -> Path:
                 pytest.fail(reason)
             pytest.skip(reason)
     return folder
+
+
+@pytest.fixture
+def broken(installed_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> source_tree.Break:
+    """`broken(dotted, change)`: the installed sources with the file of `dotted` changed."""
+    return lambda dotted, change: source_tree.with_changed_file(
+        installed_sources, tmp_path, source_tree.file_of(installed_sources, dotted), change
+    )
 
 
 def _fetch(requirement: str, folder: Path) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from locks_sglang import compat
 
+Break = Callable[[str, Callable[[str], str]], Path]
+"""``broken(dotted, change)``: a tree of SGLang's sources where the file of ``dotted`` is changed."""
+
 
 def with_changed_file(root: Path, copy: Path, relative: Path, change: Callable[[str], str]) -> Path:
     """Make `copy` a tree of the files of `root/sglang` that contracts read, where `relative` is changed."""

@@ -1,17 +1,14 @@
 """Every contract of the hooks is checked, and each breach is reported as exactly that row."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import source_tree
-from locks_sglang import cli, compat
+from locks_sglang import check, compat
 from locks_sglang.config import LocksError
 from locks_sglang.hooks import HOOKS, Hook
 from locks_sglang.refusals import REFUSALS, REFUSED_VARIABLES
-
-Break = Callable[[str, Callable[[str], str]], Path]
 
 # Contracts that are no hooks: (row of the table, name that gets lost).
 OTHER_CONTRACTS = [
@@ -20,14 +17,6 @@ OTHER_CONTRACTS = [
     *(("sglang.srt.server_args.ServerArgs", row.field) for row in (REFUSALS[0], REFUSALS[-1])),
     *(("sglang.srt.environ.Envs", row.name) for row in REFUSED_VARIABLES if row.since == "0.5.17"),
 ]
-
-
-@pytest.fixture
-def broken(installed_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
-    """`broken(dotted, change)`: the installed sources with the file of `dotted` changed."""
-    return lambda dotted, change: source_tree.with_changed_file(
-        installed_sources, tmp_path, source_tree.file_of(installed_sources, dotted), change
-    )
 
 
 def failing(root: Path) -> list[compat.Check]:
@@ -39,7 +28,7 @@ def breaches() -> list[tuple[Hook, str]]:
 
 
 def breach_name(value: object) -> str:
-    return cli.short_name(value.target) if isinstance(value, Hook) else str(value)
+    return check.short_name(value.target) if isinstance(value, Hook) else str(value)
 
 
 def test_all_contracts_hold_here(installed_sources: Path) -> None:
@@ -50,7 +39,7 @@ def test_all_contracts_hold_here(installed_sources: Path) -> None:
 
 
 @pytest.mark.parametrize(("hook", "how"), breaches(), ids=breach_name)
-def test_broken_hook(broken: Break, hook: Hook, how: str) -> None:
+def test_broken_hook(broken: source_tree.Break, hook: Hook, how: str) -> None:
     name, owner = hook.target.split(".")[-1], hook.target.split(".")[-2]
 
     def change(source: str) -> str:
@@ -71,7 +60,7 @@ def test_broken_hook(broken: Break, hook: Hook, how: str) -> None:
 
 
 @pytest.mark.parametrize(("row", "name"), OTHER_CONTRACTS, ids=str)
-def test_lost_name(broken: Break, row: str, name: str) -> None:
+def test_lost_name(broken: source_tree.Break, row: str, name: str) -> None:
     root = broken(row, lambda source: re.sub(rf"\b{name}\b", f"{name}_of_old", source))
     found = [check for check in failing(root) if check.name == row]
     assert [check.detail for check in found] == [f"missing: {name}"]
@@ -110,42 +99,3 @@ def test_options_of_newer_versions_are_not_asked_of_older_ones(
 
 def test_all_contracts_hold_on_the_newest_sglang(newest_sources: Path) -> None:
     assert [check for check in compat.run_checks(newest_sources) if not check.ok] == []
-
-
-def test_check_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check"]) == cli.HOLDS
-    shown = capsys.readouterr().out
-    for word in ("SGLang 0.5.", "(tested)", "torch ", "flashinfer ", "GPU: ", "nvcc: ", "start"):
-        assert word in shown
-    assert all(cli.short_name(hook.target) in shown for hook in HOOKS)
-    assert "FAIL" not in shown
-    lines = shown.splitlines()
-    assert len(lines) < 40 and max(map(len, lines)) <= 120
-
-
-def test_check_command_on_the_newest_sglang(
-    newest_sources: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["check", "--sources", str(newest_sources)]) == cli.HOLDS
-    assert "SGLang 0.5.23 (tested)" in capsys.readouterr().out
-
-
-def test_check_command_on_a_broken_sglang(broken: Break, capsys: pytest.CaptureFixture[str]) -> None:
-    target = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc"
-    root = broken(target, lambda source: source.replace("def alloc(self, reqs", "def alloc(self, requests"))
-    assert cli.main(["check", "--sources", str(root)]) == cli.BROKEN
-    shown = capsys.readouterr().out
-    assert re.search(r"^FAIL  ReqToTokenPool\.alloc ", shown, re.M)
-    assert "parameters (self, requests" in shown and target in shown
-    assert "does not start" in shown
-
-
-def test_check_command_on_an_untested_version(broken: Break, capsys: pytest.CaptureFixture[str]) -> None:
-    root = broken("sglang._version.x", lambda source: re.sub(r"'0\.5\.\d+'", "'0.5.18'", source))
-    assert cli.main(["check", "--sources", str(root)]) == cli.UNTESTED
-    assert "0.5.18 (NOT tested)" in capsys.readouterr().out
-
-
-def test_check_command_without_sglang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--sources", str(tmp_path)]) == cli.BROKEN
-    assert "legal" in capsys.readouterr().err
