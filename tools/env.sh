@@ -49,7 +49,7 @@ kind=cpu
 if nvidia-smi -L >/dev/null 2>&1; then kind=gpu; fi
 
 stamp=$venv/.stamp
-key=$({ echo "$kind $sglang $torchvision"; "$python" --version; cat "$requirements" pyproject.toml "$0"; } | sha256sum)
+key=$({ echo "$kind $sglang $torchvision"; "$python" --version; cat "$requirements" requirements/test.txt pyproject.toml "$0"; } | sha256sum)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ]; then
     echo "env: $venv is up to date ($kind, sglang $sglang)"
     exit 0
