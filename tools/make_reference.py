@@ -26,6 +26,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 # What /server_info says below `internal_states[i].locks`, in its order; a test compares the names.
 SERVER_INFO = {
     "selector": "`locks`, `quest` or `oracle`",
+    "attend": "`native` or `flashinfer`: the kernel that attends the selected pages",
     "format": "record format; `minmax` for quest, null for oracle",
     "budget": "tokens that a request attends unless it asks for another budget",
     "max_budget": "largest budget that a request may ask for, tokens",
@@ -33,6 +34,7 @@ SERVER_INFO = {
     "page_size": "tokens a page",
     "bytes_per_token": "bytes that the summaries add to a token of the KV pool, all layers of this rank",
     "summary_bytes": "bytes of all summaries of this rank",
+    "step_bytes": "bytes on the GPU for the decode steps: tables, workspaces, and what is kept for audits",
     "sparse_layers": "number of layers that decode sparse",
     "dense_layers": "object: layer -> why it keeps dense attention",
     "rows_sparse": "decode rows that attended fewer pages than they had, since the start",
@@ -40,8 +42,9 @@ SERVER_INFO = {
     "pages_attended": "pages attended, per KV head and layer, summed over rows",
     "pages_available": "pages present, per KV head and layer, summed over rows",
     "summaries_built": "pages whose summaries were built, all layers together",
-    "audited_rows": "rows whose retained mass was measured (`--sparse-decode-audit-interval`)",
+    "audited_rows": "sparse rows whose retained mass was measured (`--sparse-decode-audit-interval`)",
     "retained_mass": "mean share of the exact attention mass on the selected pages; null before an audit",
+    "retained_mass_by_layer": "object: audited layer -> the same",
 }
 
 

@@ -123,3 +123,14 @@ def why_dense(layer: Any) -> str | None:
     if layer.xai_temperature_len > 0:
         return "temperature by position"
     return None
+
+
+# What models name the per-head terms that their attention layers pass to ``forward``.
+_SINKS = ("sinks", "attention_sink_bias")
+
+
+def why_owner_is_dense(owner: Any) -> str | None:
+    """Why the module that calls a RadixAttention layer keeps it dense; None if it does not."""
+    if any(getattr(owner, name, None) is not None for name in _SINKS):
+        return "attention sinks"
+    return None

@@ -8,6 +8,11 @@ import torch
 from locks_kernels import StepTables
 from locks_kernels.workspace import Workspace
 
+from .taps import LayerTap
+
+EAGER_ROWS = 32
+"""Rows that the kernels take at a time where there are no CUDA graphs to say how many they must."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -18,28 +23,69 @@ class Geometry:
     head_dim: int
     max_pages: int
     width: int
+    query_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, *, tokens: int, page_size: int, width: int, q_heads: int, kv_heads: int, head_dim: int,
+        query_dtype: torch.dtype,
+    ) -> Geometry:  # fmt: skip
+        """Geometry for requests of at most ``tokens`` tokens; scores are written in pairs of pages."""
+        pages = -(-tokens // page_size)
+        return cls(q_heads, kv_heads, head_dim, pages + pages % 2, width, query_dtype)
+
+    def workspace(self, rows: int, device: torch.device | str) -> Workspace:
+        """Scratch of the kernels for ``rows`` requests at a time."""
+        return Workspace.allocate(
+            max_rows=rows,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            max_pages=self.max_pages,
+            width=self.width,
+            head_dim=self.head_dim,
+            device=device,
+        )
+
+
+@dataclass(frozen=True)
+class TapPlan:
+    """Layers whose selection is looked at after the forward, by their index in the pool.
+
+    Attributes:
+        audited: layers whose queries are kept too.
+        traced: layers whose selection alone is kept.
+    """
+
+    audited: tuple[int, ...] = ()
+    traced: tuple[int, ...] = ()
+
+    def allocate(self, geometry: Geometry, rows: int, device: torch.device | str) -> dict[int, LayerTap]:
+        return {
+            layer: LayerTap.allocate(
+                rows,
+                geometry.kv_heads,
+                geometry.width,
+                (geometry.q_heads, geometry.head_dim) if layer in self.audited else None,
+                geometry.query_dtype,
+                device,
+            )
+            for layer in sorted({*self.audited, *self.traced})
+        }
 
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Tables and kernel workspace for batches of at most ``max_rows`` requests."""
+    """Tables and taps for batches of at most ``max_rows`` requests."""
 
     tables: StepTables
-    workspace: Workspace
+    taps: dict[int, LayerTap]
 
     @classmethod
-    def allocate(cls, geometry: Geometry, max_rows: int, device: torch.device | str) -> StepBuffers:
+    def allocate(
+        cls, geometry: Geometry, plan: TapPlan, max_rows: int, device: torch.device | str
+    ) -> StepBuffers:
         tables = StepTables.allocate(max_rows, geometry.max_pages, device)
-        workspace = Workspace.allocate(
-            max_rows=max_rows,
-            q_heads=geometry.q_heads,
-            kv_heads=geometry.kv_heads,
-            max_pages=geometry.max_pages,
-            width=geometry.width,
-            head_dim=geometry.head_dim,
-            device=device,
-        )
-        return cls(tables, workspace)
+        return cls(tables, plan.allocate(geometry, max_rows, device))
 
     @property
     def max_rows(self) -> int:
@@ -47,9 +93,4 @@ class StepBuffers:
 
     @property
     def nbytes(self) -> int:
-        return self.tables.nbytes + self.workspace.nbytes
-
-
-def price(geometry: Geometry, max_rows: int) -> int:
-    """Bytes that the buffers will take, without allocating them."""
-    return StepBuffers.allocate(geometry, max_rows, "meta").nbytes if max_rows else 0
+        return self.tables.nbytes + sum(tap.nbytes for tap in self.taps.values())

@@ -11,6 +11,7 @@ from locks_kernels.layout import PAGE_SIZES, PAPER_FORMATS, ROTATED_FORMATS, leg
 from locks_kernels.layout import SummaryLayout as _SummaryLayout
 
 SELECTORS = ("off", "locks", "quest", "oracle")
+ATTEND = ("auto", "flashinfer", "native")
 DEFAULT_PAGE_SIZE = 16
 
 
@@ -60,17 +61,30 @@ class LocksConfig:
         type=int,
         metavar="TOKENS",
     )
+    attend: str = _option(
+        "auto",
+        "Kernel that attends the selected pages: 'native', ours; 'flashinfer', FlashInfer's paged decode; "
+        "'auto' is native, the faster one where both were measured.",
+        choices=ATTEND,
+    )
     audit_interval: int = _option(
         0,
-        "Measure every N decode steps, on one layer in turn, the attention mass that the selected "
-        "pages really retained; 0 is never. Needs CUDA graphs off.",
+        "Measure every N decode steps, on one audited layer in turn and a few requests, the attention "
+        "mass that the selected pages really retained; 0 is never.",
         type=int,
         metavar="STEPS",
     )
+    audit_layers: int = _option(
+        3,
+        "Layers that audits look at, spread evenly over the sparse ones, the first and the last among "
+        "them.",
+        type=int,
+        metavar="COUNT",
+    )
     trace_file: str | None = _option(
         None,
-        "Write the selected pages of every decode row and layer as JSON lines (for debugging; needs "
-        "CUDA graphs off).",
+        "Write the selected pages of every decode row and layer as JSON lines (for debugging: every "
+        "decode step waits for it).",
         metavar="PATH",
     )
     allow_untested: bool = _option(
@@ -109,6 +123,15 @@ class LocksConfig:
             ) from None
         check_budget("--sparse-decode-budget", self.budget, page_size)
         check_budget("--sparse-decode-max-budget", self.largest_budget, page_size)
+        if self.attend not in ATTEND:
+            raise LocksError(
+                f"--sparse-decode-attend {self.attend!r} is unknown; legal: {', '.join(ATTEND)}"
+            )
+        if self.attend == "flashinfer" and self.min_len > self.largest_budget + 1:
+            raise LocksError(
+                f"--sparse-decode-min-len is {self.min_len}; legal with --sparse-decode-attend flashinfer: "
+                f"at most one token more than --sparse-decode-max-budget ({self.largest_budget})"
+            )
         if self.largest_budget < self.budget:
             raise LocksError(
                 f"--sparse-decode-max-budget is {self.largest_budget}; legal: at least the budget "
@@ -117,6 +140,8 @@ class LocksConfig:
         for name in ("min_len", "audit_interval"):
             if getattr(self, name) < 0:
                 raise LocksError(f"{flag_name(name)} is {getattr(self, name)}; legal: 0 or more")
+        if self.audit_layers < 1:
+            raise LocksError(f"{flag_name('audit_layers')} is {self.audit_layers}; legal: 1 or more")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -57,6 +57,11 @@ def parse_request(custom_params: Mapping[str, Any] | None, config: LocksConfig) 
     mode = options.get("mode", "sparse")
     if mode not in MODES:
         raise LocksError(f"custom_params.locks.mode is {mode!r}; legal: {', '.join(MODES)}")
+    if mode == "dense" and config.attend == "flashinfer":
+        raise LocksError(
+            "custom_params.locks.mode 'dense' does not work with --sparse-decode-attend flashinfer, whose "
+            f"lists end at {config.largest_budget} tokens; legal: sparse, with a budget up to that"
+        )
     budget = options.get("budget")
     if budget is not None:
         _check_request_budget(budget, mode, config)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .config import LocksConfig, LocksError, flag_name
+from . import flashinfer_attend
+from .config import LocksConfig, LocksError
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,13 @@ REFUSALS = (
         bool,
         "leave it out",
         "FlexKV moves KV pages behind the summaries' back",
+    ),
+    Refusal(
+        "--radix-cache-backend",
+        "radix_cache_backend",
+        bool,
+        "leave it out",
+        "a registered cache may load KV pages that have no summaries, as FlexKV's does",
     ),
     Refusal(
         "--enable-unified-cache-external-linker",
@@ -332,12 +340,18 @@ def check_server_args(server_args: Any, config: LocksConfig) -> None:
                 f"{variable.name}={value} does not work with --sparse-decode {config.selector}: "
                 f"{variable.reason}. Legal: unset it."
             )
-    for name in ("trace_file", "audit_interval"):
-        if getattr(config, name) and _decode_graphs(view):
-            raise LocksError(
-                f"{flag_name(name)} does not work with CUDA graphs: a replayed graph runs no code that "
-                "could look at the selection. Legal: add --disable-cuda-graph."
-            )
+    if config.attend == "flashinfer":
+        _check_flashinfer(view)
+
+
+def _check_flashinfer(view: Any) -> None:
+    why = None
+    if not flashinfer_attend.available():
+        why = "the package flashinfer is not installed here"
+    elif getattr(view, "device", None) == "cpu":
+        why = "FlashInfer runs on GPUs only"
+    if why is not None:
+        raise LocksError(f"--sparse-decode-attend flashinfer does not work: {why}. Legal: auto, native.")
 
 
 def resolved(server_args: Any) -> Any:
@@ -350,9 +364,3 @@ def resolved(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     return resolving_view(server_args)
-
-
-def _decode_graphs(view: Any) -> bool:
-    """Whether decode runs in CUDA graphs, where SGLang has decided that already."""
-    graphs = getattr(view, "cuda_graph_config", None)
-    return graphs is not None and graphs.decode.backend != "disabled"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-from locks_kernels import Selection, StepTables, attend, retained_mass, score_select, snapshot
+from locks_kernels import StepTables, attend, score_select, snapshot
 from locks_kernels.workspace import Workspace
 
-from .buffers import Geometry, StepBuffers
+from . import memory
+from .audit import Audit, spread
+from .buffers import EAGER_ROWS, Geometry, StepBuffers, TapPlan
 from .config import LocksConfig
+from .flashinfer_attend import FlashInferAttention
 from .policy import PolicyTable
 from .summaries import SummaryPool, bytes_per_token
+from .taps import LayerTap
 from .telemetry import Counters, PrometheusMetrics
+from .trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +32,19 @@ class SparseDecode:
         pool: SGLang's MHA KV pool.
         req_to_token_pool: SGLang's token table, ``req_to_token [slots, context]``.
         q_heads: query heads of a layer on this rank.
+        query_dtype: dtype of the model's queries; the pool's where it is None.
+        graph_rows: largest batch that gets a CUDA graph, 0 without graphs.
     """
 
-    def __init__(self, config: LocksConfig, pool: Any, req_to_token_pool: Any, q_heads: int) -> None:
+    def __init__(
+        self,
+        config: LocksConfig,
+        pool: Any,
+        req_to_token_pool: Any,
+        q_heads: int,
+        query_dtype: torch.dtype | None = None,
+        graph_rows: int = 0,
+    ) -> None:
         self.config = config
         self.summaries = SummaryPool(config, pool)
         self._token_table = req_to_token_pool.req_to_token
@@ -39,29 +53,60 @@ class SparseDecode:
         self.counters = Counters(self.device)
         self.dense_layers: dict[int, str] = {}
         self.sparse_layers: list[int] = []
-        self._width = config.largest_budget // config.page_size
-        self._q_heads = q_heads
-        self._graph_buffers: StepBuffers | None = None
-        self._eager_buffers: StepBuffers | None = None
-        self._workspace: Workspace | None = None
-        self._step: StepTables | None = None
-        self._rids: list[str] | None = None
-        self._steps = 0
-        self._trace = open(config.trace_file, "w") if config.trace_file else None  # noqa: SIM115
-
-    def allocate_graph_buffers(self, max_rows: int) -> None:
-        """Tables and workspace for the steps that CUDA graphs replay; their addresses never change."""
-        self._graph_buffers = StepBuffers.allocate(self.geometry, max_rows, self.device)
-
-    @property
-    def geometry(self) -> Geometry:
-        return Geometry(
-            q_heads=self._q_heads,
+        self.geometry = Geometry.of(
+            tokens=self._token_table.shape[1],
+            page_size=config.page_size,
+            width=config.largest_budget // config.page_size,
+            q_heads=q_heads,
             kv_heads=self.summaries.kv_heads,
             head_dim=self.summaries.head_dim,
-            max_pages=-(-self._token_table.shape[1] // self.config.page_size),
-            width=self._width,
+            query_dtype=query_dtype or self.summaries.keys[0].dtype,
         )
+        self._graph_rows = graph_rows
+        self._plan = TapPlan()
+        self._audit: Audit | None = None
+        self._trace = Trace(config.trace_file, config.page_size) if config.trace_file else None
+        self._flashinfer: FlashInferAttention | None = None
+        self._workspace: Workspace | None = None
+        self._graph_buffers: StepBuffers | None = None
+        self._eager_buffers: StepBuffers | None = None
+        self._step: StepTables | None = None
+        self._taps: dict[int, LayerTap] = {}
+
+    def set_layers(self, sparse: list[int], dense: dict[int, str]) -> None:
+        """Say which model layers decode sparse, and why the others do not."""
+        self.sparse_layers, self.dense_layers = sparse, dense
+        layers = [self.summaries.index(layer) for layer in sparse]
+        audited = spread(layers, self.config.audit_layers) if self.config.audit_interval else ()
+        self._plan = TapPlan(audited, tuple(layers) if self._trace is not None else ())
+        if audited:
+            self._audit = Audit(
+                self.config.audit_interval, audited, self.summaries, self.geometry, self._observe
+            )
+
+    def _observe(self, index: int, mass: float) -> None:
+        self.counters.observe_mass(self.summaries.layer_id(index), mass)
+        if _metrics is not None:
+            _metrics.observe_mass(mass)
+
+    def allocate_graph_buffers(self, max_rows: int) -> None:
+        """Buffers for the steps that CUDA graphs replay; their addresses never change."""
+        self._graph_buffers = StepBuffers.allocate(self.geometry, self._plan, max_rows, self.device)
+        self._allocate_scratch(max_rows)
+        self._warm_up(self._graph_buffers)
+
+    def _allocate_scratch(self, rows: int) -> None:
+        """What all layers share: scratch of the kernels for ``rows`` requests at a time."""
+        self._workspace = self.geometry.workspace(rows, self.device)
+        if self.config.attend == "flashinfer":
+            dtype = self.summaries.keys[0].dtype
+            self._flashinfer = FlashInferAttention(
+                self.geometry, rows, self.config.page_size, dtype, self.device
+            )
+
+    def _warm_up(self, buffers: StepBuffers) -> None:
+        if self._audit is not None:
+            self._audit.warm_up(buffers.tables, buffers.taps)
 
     def begin_step(self, forward_batch: Any) -> None:
         """Snapshot page table, lengths and budgets of a decode batch.
@@ -72,19 +117,21 @@ class SparseDecode:
         if not forward_batch.forward_mode.is_decode():
             self.end_step()
             return
-        self._step = self._tables(forward_batch)
-        self._rids = getattr(forward_batch, "rids", None)
-        self._steps += 1
+        buffers = self._buffers_for(forward_batch)
+        self._taps = buffers.taps
+        self._step = step = buffers.tables.rows(len(forward_batch.req_pool_indices))
         snapshot(
             self._token_table,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
             self.policy.budgets,
-            self._step,
+            step,
             self.counters.step,
             page_size=self.config.page_size,
             min_len=self.config.min_len,
         )
+        if self._flashinfer is not None and len(step.seq_lens) <= self._rows_at_a_time:
+            self._flashinfer.prepare(step)
 
     @property
     def in_step(self) -> bool:
@@ -93,27 +140,31 @@ class SparseDecode:
     def end_step(self) -> None:
         self._step = None
 
-    def _tables(self, forward_batch: Any) -> StepTables:
-        rows = len(forward_batch.req_pool_indices)
-        if self.device.type == "cpu":
-            pages = -(-int(forward_batch.seq_lens.max()) // self.config.page_size)
-            return StepTables.allocate(rows, pages, self.device)
-        buffers = self._buffers_for(rows)
-        self._workspace = buffers.workspace
-        return buffers.tables.rows(rows)
-
-    def _buffers_for(self, rows: int) -> StepBuffers:
+    def _buffers_for(self, forward_batch: Any) -> StepBuffers:
         """The graphs' buffers, or growing ones of their own for eager batches that are larger.
 
         The graphs' are never replaced: captured steps go on reading their addresses.
         """
+        rows = len(forward_batch.req_pool_indices)
+        if self.device.type == "cpu":
+            pages = -(-int(forward_batch.seq_lens.max()) // self.config.page_size)
+            tables = StepTables.allocate(rows, pages, self.device)
+            return StepBuffers(tables, self._plan.allocate(self.geometry, rows, self.device))
         if self._graph_buffers is not None and rows <= self._graph_buffers.max_rows:
             return self._graph_buffers
         if self._eager_buffers is None or rows > self._eager_buffers.max_rows:
-            self._eager_buffers = StepBuffers.allocate(
-                self.geometry, 1 << (rows - 1).bit_length(), self.device
-            )
+            room = 1 << (rows - 1).bit_length()
+            self._eager_buffers = StepBuffers.allocate(self.geometry, self._plan, room, self.device)
+            if self._workspace is None:
+                self._allocate_scratch(EAGER_ROWS)
+                self._warm_up(self._eager_buffers)
         return self._eager_buffers
+
+    @property
+    def _rows_at_a_time(self) -> int:
+        """Requests that the kernels' scratch has room for."""
+        assert self._step is not None
+        return len(self._step.seq_lens) if self._workspace is None else self._workspace.max_rows
 
     def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
         """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.
@@ -122,6 +173,22 @@ class SparseDecode:
         """
         step = self._step
         assert step is not None, "decode() outside of a decode step"
+        rows, most = len(queries), self._rows_at_a_time
+        if rows <= most:
+            return self._decode_rows(queries, layer, step, 0)
+        # An eager batch above the largest graph: the scratch, which is large, is not made larger.
+        parts = []
+        for first in range(0, rows, most):
+            part = slice(first, min(first + most, rows))
+            tables = StepTables(step.page_table[part], step.seq_lens[part], step.budgets[part])
+            if self._flashinfer is not None:
+                self._flashinfer.prepare(tables)
+            parts.append(self._decode_rows(queries[part], layer, tables, first))
+        return torch.cat(parts)
+
+    def _decode_rows(
+        self, queries: torch.Tensor, layer: Any, step: StepTables, first_row: int
+    ) -> torch.Tensor:
         index = self.summaries.index(layer.layer_id)
         keys, values = self.summaries.keys[index], self.summaries.values[index]
         selection = score_select(
@@ -132,13 +199,14 @@ class SparseDecode:
             step.seq_lens,
             step.budgets,
             layer.scaling,
-            width=self._width,
+            width=self.geometry.width,
             workspace=self._workspace,
         )
-        if self._trace is not None:
-            self._write_trace(selection, step, index)
-        if self._is_audited(index):
-            self._audit(queries, keys, selection, step, layer.scaling)
+        tap = self._taps.get(index) if self._taps else None
+        if tap is not None:
+            tap.record(queries, selection, layer.scaling, first_row)
+        if self._flashinfer is not None:
+            return self._flashinfer.attend(queries, keys, values, selection, layer.scaling)
         output, _ = attend(
             queries,
             keys,
@@ -156,41 +224,27 @@ class SparseDecode:
         self.summaries.build(slots)
         self.counters.count_built(slots, self.config.page_size)
 
-    def _is_audited(self, index: int) -> bool:
-        """One layer in turn every ``audit_interval`` steps, so that all layers get seen."""
-        interval = self.config.audit_interval
-        if not interval or self._steps % interval:
-            return False
-        turn = self._steps // interval % len(self.sparse_layers)
-        return self.summaries.index(self.sparse_layers[turn]) == index
+    def finish_step(self, forward_batch: Any) -> None:
+        """Look at what the decode step selected, once it has been launched.
 
-    def _audit(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        selection: Selection,
-        step: StepTables,
-        sm_scale: float,
-    ) -> None:
-        mass = retained_mass(queries, keys, selection, step.page_table, step.seq_lens, sm_scale)
-        for row in mass.mean(-1).tolist():
-            self.counters.audited_rows += 1
-            self.counters.audited_mass += row
-            if _metrics is not None:
-                _metrics.observe_mass(row)
+        Never in a CUDA graph, and before the next forward is launched: see ``audit``.
+        """
+        if not self._taps:
+            return
+        assert self._step is not None
+        rids = forward_batch.rids
+        # A graph's batch is padded; its tables are too.
+        rows = min(forward_batch.batch_size, len(self._step.seq_lens))
+        if self._audit is not None:
+            self._audit.after_step(self._step, self._taps, rows)
+        if self._trace is not None:
+            self._trace.after_step(self._step, self._taps, rows, rids)
 
-    def _write_trace(self, selection: Selection, step: StepTables, index: int) -> None:
-        """One JSON line a row: logical pages a KV head, None for a row that attends everything."""
-        assert self._trace is not None
-        page_size = self.config.page_size
-        lengths, counts = step.seq_lens.tolist(), selection.counts.tolist()
-        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            restricted = count < -(-length // page_size)
-            pages = selection.logical[row, :, :count].tolist() if restricted else None
-            rid = self._rids[row] if self._rids else None
-            line = {"rid": rid, "seq_len": length, "layer": index, "pages": pages}
-            self._trace.write(json.dumps(line) + "\n")
-        self._trace.flush()
+    def status(self) -> dict[str, Any]:
+        """What ``/server_info`` shows: :meth:`describe` and the counters, with every finished audit."""
+        if self._audit is not None:
+            self._audit.collect(wait=True)
+        return {**self.describe(), **self.counters.to_dict()}
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the handshake and ``/server_info``."""
@@ -198,6 +252,7 @@ class SparseDecode:
         layers, kv_heads = len(self.summaries.keys), self.summaries.kv_heads
         return {
             "selector": self.config.selector,
+            "attend": self.config.attend if self.config.attend != "auto" else "native",
             "format": layout.name if layout is not None else None,
             "budget": self.config.budget,
             "max_budget": self.config.largest_budget,
@@ -205,16 +260,23 @@ class SparseDecode:
             "page_size": self.config.page_size,
             "bytes_per_token": bytes_per_token(self.config, self.summaries.head_dim, kv_heads, layers),
             "summary_bytes": self.summaries.nbytes,
+            "step_bytes": self._step_bytes(),
             "sparse_layers": len(self.sparse_layers),
             "dense_layers": {str(layer): reason for layer, reason in self.dense_layers.items()},
         }
 
-    def log_start(self, kv_bytes: int) -> None:
-        """The start-up log line."""
+    def _step_bytes(self) -> int:
+        if self.device.type == "cpu":
+            return 0
+        return memory.step_bytes(self.config, self.geometry, self._plan, self._graph_rows)
+
+    def log_start(self, kv_bytes: int, tokens: int) -> None:
+        """The start-up log line, for a KV pool of ``tokens`` tokens."""
         status = self.describe()
         logger.info(
             "Sparse decode on: selector %s, record format %s, budget %d tokens, page %d; summaries "
-            "%d bytes a token, %.3f GiB beside %.3f GiB of KV; %d layers sparse, %d dense%s",
+            "%d bytes a token, %.3f GiB beside %.3f GiB of KV for %d tokens, %.3f GiB for decode steps; "
+            "%d layers sparse, %d dense%s",
             status["selector"],
             status["format"],
             status["budget"],
@@ -222,6 +284,8 @@ class SparseDecode:
             status["bytes_per_token"],
             status["summary_bytes"] / 2**30,
             kv_bytes / 2**30,
+            tokens,
+            status["step_bytes"] / 2**30,
             status["sparse_layers"],
             len(self.dense_layers),
             "".join(f"; layer {layer}: {why}" for layer, why in self.dense_layers.items()),

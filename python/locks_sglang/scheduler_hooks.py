@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from . import runtime
+from . import memory, runtime
 from .activation import config_of, inherited_config
-from .backend import upgrade, why_dense
-from .buffers import Geometry, price
+from .backend import upgrade, why_dense, why_owner_is_dense
+from .buffers import Geometry
 from .config import LocksConfig, LocksError
 from .model_checks import check_model
 from .refusals import check_server_args
@@ -21,6 +21,7 @@ from .telemetry import PrometheusMetrics
 logger = logging.getLogger(__name__)
 
 POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GPU_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -38,15 +39,18 @@ def profile_available_bytes(result: int, kvc: Any, pre_model_load_memory: int) -
     if not config.enabled or kvc.is_draft_worker or str(kvc.device) == "cpu":
         return result
     model = kvc.model_config
-    geometry = Geometry(
+    geometry = Geometry.of(
+        # SGLang's token table is a few tokens wider than the context.
+        tokens=model.context_len + config.page_size,
+        page_size=config.page_size,
+        width=config.largest_budget // config.page_size,
         q_heads=model.num_attention_heads // _attention_ranks(),
         kv_heads=_local_kv_heads(kvc),
         head_dim=model.head_dim,
-        # SGLang's token table is a few tokens wider than the context.
-        max_pages=model.context_len // config.page_size + 2,
-        width=config.largest_budget // config.page_size,
+        query_dtype=model.dtype,
     )
-    return result - price(geometry, _largest_graph(kvc.server_args))
+    plan = memory.largest_plan(config, model.num_hidden_layers)
+    return result - memory.step_bytes(config, geometry, plan, _largest_graph(kvc.server_args))
 
 
 def _largest_graph(server_args: Any) -> int:
@@ -56,7 +60,9 @@ def _largest_graph(server_args: Any) -> int:
         from sglang.srt import runtime_context
 
         graphs = runtime_context.get_exec().graph.cuda_graph_config
-    return (graphs.decode.max_bs if graphs is not None else 0) or 0
+    if graphs is None or graphs.decode.backend == "disabled":
+        return 0
+    return graphs.decode.max_bs or 0
 
 
 def _attention_ranks() -> int:
@@ -81,7 +87,14 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
     _check_pool(pool, model_runner, config)
 
     q_heads = model_runner.model_config.num_attention_heads // _attention_ranks()
-    state = SparseDecode(config, pool, model_runner.req_to_token_pool, q_heads)
+    state = SparseDecode(
+        config,
+        pool,
+        model_runner.req_to_token_pool,
+        q_heads,
+        model_runner.model_config.dtype,
+        _largest_graph(model_runner.server_args),
+    )
     _sort_layers(state, model_runner.model)
     charged = bytes_per_token(config, state.summaries.head_dim, state.summaries.kv_heads, pool.layer_num)
     pages = state.summaries.keys[0].shape[0]
@@ -92,7 +105,8 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
         )
     runtime.activate(state)
     model_runner.capture_tail_hooks.append(_build_in_graph)
-    state.log_start(sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)))
+    kv_bytes = sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True))
+    state.log_start(kv_bytes, pool.size)
 
 
 def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
@@ -103,10 +117,17 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
             "or hybrid); legal: models whose layers all keep K and V in one MHATokenToKVPool"
         )
     _check_allocators(model_runner)
-    if pool.dtype not in POOL_DTYPES:
+    on_gpu = torch.device(pool.device).type != "cpu"
+    dtypes = GPU_DTYPES if on_gpu else POOL_DTYPES
+    if pool.dtype not in dtypes:
         raise LocksError(
             f"--sparse-decode does not work with a KV pool of {pool.dtype} (resolved from --kv-cache-dtype "
-            f"or the model's config); legal: {', '.join(map(str, POOL_DTYPES))}"
+            f"or the model's config); legal: {', '.join(map(str, dtypes))}"
+        )
+    if on_gpu and config.selector == "locks" and config.summary.endswith("bf16"):
+        raise LocksError(
+            f"--sparse-decode-summary {config.summary} is for comparisons on a CPU; legal on a GPU: "
+            "formats with i4, i8 or h"
         )
     if model_runner.page_size != config.page_size:
         raise LocksError(
@@ -135,16 +156,21 @@ def _sort_layers(state: SparseDecode, model: Any) -> None:
     """Find out which attention layers decode sparse and why the others do not."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    for module in model.modules():
+    modules = dict(model.named_modules())
+    sparse: list[int] = []
+    dense: dict[int, str] = {}
+    for name, module in modules.items():
         if not isinstance(module, RadixAttention):
             continue
-        reason = why_dense(module)
+        owner = modules[name.rpartition(".")[0]]
+        reason = why_dense(module) or why_owner_is_dense(owner)
         if reason is None:
-            state.sparse_layers.append(module.layer_id)
+            sparse.append(module.layer_id)
         else:
-            state.dense_layers[module.layer_id] = reason
-    if not state.sparse_layers:
-        raise LocksError(f"no attention layer of this model can decode sparse: {state.dense_layers}")
+            dense[module.layer_id] = reason
+    if not sparse:
+        raise LocksError(f"no attention layer of this model can decode sparse: {dense}")
+    state.set_layers(sparse, dense)
 
 
 def build_attention_backend(result: Any, *, model_runner: Any, **_: Any) -> None:
@@ -165,14 +191,15 @@ def _build_in_graph(runner: Any, output: Any, forward_batch: Any, num_tokens: in
 
 
 def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-    """Build the summaries of the pages that a forward outside of the decode graphs completed."""
+    """After a forward was launched: summaries, unless a decode graph builds them; audit and trace."""
     state = runtime.active()
     mode = forward_batch.forward_mode
     if state is None or model_runner.is_draft_worker or mode.is_idle():
         return
-    if mode.is_decode() and output.can_run_graph:
-        return
-    state.finish_forward(forward_batch.out_cache_loc)
+    if not (mode.is_decode() and output.can_run_graph):
+        state.finish_forward(forward_batch.out_cache_loc)
+    if mode.is_decode():
+        state.finish_step(forward_batch)
 
 
 def alloc_requests(result: list[int] | None, pool: Any, reqs: list[Any]) -> None:
@@ -195,7 +222,7 @@ def get_internal_state(result: Any, scheduler: Any, recv_req: Any) -> None:
     """Add the counters to ``/server_info``."""
     state = runtime.active()
     if state is not None:
-        result.internal_state["locks"] = {**state.describe(), **state.counters.to_dict()}
+        result.internal_state["locks"] = state.status()
         _publish_metrics(state)
 
 

@@ -74,6 +74,10 @@ class SummaryPool:
         """Position of a model layer in this rank's pool."""
         return layer_id - self._first_layer
 
+    def layer_id(self, index: int) -> int:
+        """Model layer of a position in this rank's pool."""
+        return index + self._first_layer
+
     def records_of(self, index: int) -> Records | None:
         return self.records.layer(index) if self.records is not None else None
 

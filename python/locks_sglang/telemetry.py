@@ -37,17 +37,24 @@ class Counters:
         self.step = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self._built = torch.zeros(1, dtype=torch.int64, device=device)
         self.audited_rows = 0
-        self.audited_mass = 0.0
+        self._mass: dict[int, tuple[int, float]] = {}
         self._reported: dict[str, int] = {}
 
     def count_built(self, slots: torch.Tensor, page_size: int) -> None:
         """Count the pages that the writes to ``slots`` completed."""
         self._built += (slots % page_size == page_size - 1).sum()
 
+    def observe_mass(self, layer: int, mass: float) -> None:
+        """Count one audited row of a model layer."""
+        self.audited_rows += 1
+        rows, total = self._mass.get(layer, (0, 0.0))
+        self._mass[layer] = (rows + 1, total + mass)
+
     @property
     def retained_mass(self) -> float | None:
         """Mean retained mass of the audited rows; None before the first audit."""
-        return self.audited_mass / self.audited_rows if self.audited_rows else None
+        total = sum(total for _, total in self._mass.values())
+        return total / self.audited_rows if self.audited_rows else None
 
     def totals(self) -> dict[str, int]:
         """The counters that Prometheus exports, by the name of their metric."""
@@ -55,7 +62,12 @@ class Counters:
         return dict(zip((*COUNTERS, "summaries_built"), values, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        audit = {"audited_rows": self.audited_rows, "retained_mass": self.retained_mass}
+        layers = {str(layer): total / rows for layer, (rows, total) in sorted(self._mass.items())}
+        audit = {
+            "audited_rows": self.audited_rows,
+            "retained_mass": self.retained_mass,
+            "retained_mass_by_layer": layers,
+        }
         return {**self.totals(), **audit}
 
     def log_line(self) -> str:

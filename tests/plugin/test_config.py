@@ -35,6 +35,13 @@ WRONG = [
     ({"max_budget": 1024}, "--sparse-decode-max-budget is 1024", "at least the budget (2048)"),
     ({"max_budget": 4097}, "--sparse-decode-max-budget is 4097", "a multiple of the page size (16)"),
     ({"min_len": -1}, "--sparse-decode-min-len is -1", "legal: 0 or more"),
+    ({"attend": "fa3"}, "--sparse-decode-attend 'fa3'", "legal: auto, flashinfer, native"),
+    (
+        {"attend": "flashinfer", "min_len": 8194},
+        "--sparse-decode-min-len is 8194",
+        "at most one token more than --sparse-decode-max-budget (8192)",
+    ),
+    ({"audit_layers": 0}, "--sparse-decode-audit-layers is 0", "legal: 1 or more"),
     ({"audit_interval": -1}, "--sparse-decode-audit-interval is -1", "legal: 0 or more"),
 ]
 
@@ -127,10 +134,11 @@ def fake_runner(
     dtype: torch.dtype = torch.bfloat16,
     page_size: int = 16,
     shape: tuple[int, ...] = (80, 2, 64),
+    device: str = "cpu",
 ) -> Any:
     """A model runner with a pool of 64 slots and the dummy page, 2 KV heads of 64 dimensions."""
     pool = type(pool_class, (), {})()
-    pool.dtype, pool.start_layer, pool.page_size = dtype, 0, 16
+    pool.dtype, pool.start_layer, pool.page_size, pool.device = dtype, 0, 16, device
     pool.size, pool.head_num, pool.head_dim = 64, 2, 64
     pool._get_key_buffer = lambda layer: torch.zeros(shape)
     return SimpleNamespace(
@@ -157,7 +165,10 @@ def test_supported_pool(dtype: torch.dtype) -> None:
         ({"allocator": "TokenToKVPoolAllocator"}, "legal: PagedTokenToKVPoolAllocator"),
         ({"allocator": "PageInterleavePoolAllocator"}, "legal: PagedTokenToKVPoolAllocator"),
         ({"requests": "HybridReqToTokenPool"}, "legal: ReqToTokenPool"),
-        ({"dtype": torch.float8_e4m3fn}, "torch.float8_e4m3fn.*legal: torch.bfloat16, torch.float16"),
+        (
+            {"dtype": torch.float8_e4m3fn},
+            "torch.float8_e4m3fn.*legal: torch.bfloat16, torch.float16",
+        ),
         ({"page_size": 32}, "page size 32, sparse decode with 16"),
         ({"shape": (5, 2, 16, 64)}, "NHD order.*unset SGLANG_USE_HND_KVCACHE"),
     ],
@@ -167,3 +178,20 @@ def test_pools_that_are_refused(changes: dict[str, Any], message: str) -> None:
     runner = fake_runner(**changes)
     with pytest.raises(LocksError, match=message):
         scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
+
+
+def test_what_the_gpu_kernels_do_not_take() -> None:
+    for dtype in scheduler_hooks.GPU_DTYPES:
+        runner = fake_runner(dtype=dtype, device="cuda:0")
+        scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
+    comparison = replace(LOCKS, summary="r8bf16")
+    with pytest.raises(
+        LocksError, match=r"--sparse-decode-summary r8bf16 is .*legal on a GPU: .* i4, i8 or h"
+    ):
+        scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, comparison)
+    scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, replace(comparison, selector="oracle"))
+    runner = fake_runner(dtype=torch.float32, device="cuda:0")
+    with pytest.raises(LocksError, match=r"torch.float32 .*legal: torch.bfloat16, torch.float16$"):
+        scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
+    runner = fake_runner(dtype=torch.bfloat16)
+    scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, comparison)

@@ -65,7 +65,7 @@ def test_server_info_fields_are_documented(selector: str) -> None:
     state = SparseDecode(config, pool, slots, 4)
     described = list(state.describe())
     assert [*described, *state.counters.to_dict()] == list(make_reference.SERVER_INFO)
-    assert len(described) == 10, "the page says ten"
+    assert len(described) == 12, "the page says twelve"
 
 
 def test_what_is_written_by_hand() -> None:

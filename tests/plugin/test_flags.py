@@ -21,7 +21,9 @@ CHOSEN = {
     "budget": 512,
     "max_budget": 1024,
     "min_len": 96,
+    "attend": "native",
     "audit_interval": 7,
+    "audit_layers": 5,
     "trace_file": "/tmp/pages.jsonl",
     "allow_untested": True,
 }

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from locks_sglang import flashinfer_attend
 from locks_sglang.activation import config_of
-from locks_sglang.config import LocksConfig, LocksError, flag_name
+from locks_sglang.config import LocksConfig, LocksError
 from locks_sglang.refusals import REFUSALS, REFUSED_VARIABLES, Refusal, check_server_args, resolved
 from plugin_process import AtLoad
 
@@ -35,6 +36,7 @@ COMMAND_LINES = {
 # Options that SGLang refuses by itself on this machine or with this model, or does not have yet.
 VALUES: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
+    "radix_cache_backend": "flexkv",
     "enable_unified_cache_external_linker": True,
     "enable_unified_memory": True,
     "enable_page_major_kv_layout": True,
@@ -113,19 +115,32 @@ def test_refused_variable(
     prepare("--sparse-decode", "locks")
 
 
-@pytest.mark.parametrize("option", [{"trace_file": "/tmp/trace.jsonl"}, {"audit_interval": 8}], ids=str)
-@pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise"])
-def test_looking_at_selections_needs_decode_without_graphs(
-    dense_args: SimpleNamespace, backend: str, option: dict[str, Any]
+@pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise", "disabled"])
+def test_selections_can_be_looked_at_with_and_without_graphs(
+    dense_args: SimpleNamespace, backend: str
 ) -> None:
-    config = LocksConfig(selector="locks", **option)
-    flag = flag_name(next(iter(option)))
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend=backend))
-    dense_args.cuda_graph_config = graphs
-    with pytest.raises(LocksError, match=rf"{flag} .*Legal: add --disable-cuda-graph"):
+    dense_args.cuda_graph_config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
+    check_server_args(
+        dense_args, LocksConfig(selector="locks", trace_file="/tmp/trace.jsonl", audit_interval=8)
+    )
+
+
+def test_flashinfer_where_it_cannot_run(
+    prepare: Callable[..., Any], dense_args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--sparse-decode", "locks", "--sparse-decode-attend")
+    monkeypatch.setattr(flashinfer_attend, "available", lambda: False)
+    with pytest.raises(
+        SystemExit, match=r"attend flashinfer .* not installed here\. Legal: auto, native\."
+    ):
+        prepare(*flags, "flashinfer")
+    for legal in ("auto", "native"):
+        assert config_of(prepare(*flags, legal)).attend == legal
+    monkeypatch.setattr(flashinfer_attend, "available", lambda: True)
+    config = LocksConfig(selector="locks", attend="flashinfer")
+    with pytest.raises(LocksError, match=r"attend flashinfer .* on GPUs only\. Legal: auto, native\."):
         check_server_args(dense_args, config)
-    check_server_args(dense_args, LocksConfig(selector="locks"))
-    graphs.decode.backend = "disabled"
+    dense_args.device = "cuda"
     check_server_args(dense_args, config)
 
 
