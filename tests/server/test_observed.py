@@ -20,8 +20,8 @@ def sample_name(metric: str) -> str:
 def test_start_up_line(locks: Traced) -> None:
     found = re.search(
         r"Sparse decode on: selector locks, record format r6h, budget 128 tokens, page 16; summaries "
-        r"(\d+) bytes a token, ([\d.]+) GiB beside ([\d.]+) GiB of KV for 1280 tokens, [\d.]+ GiB for decode "
-        r"steps; 30 layers sparse, 0 dense\n",
+        r"(\d+) bytes a token, ([\d.]+) GiB beside ([\d.]+) GiB of KV for 1280 tokens, [\d.]+ GiB for "
+        r"decode steps; 30 layers sparse, 0 dense\n",
         locks.server.log,
     )
     assert found
