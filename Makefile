@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # More threads than this are slower on the CPU, and two servers share the cores in the tests.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help serve test test-newest env env-newest model lint format clean
+.PHONY: help serve test test-gpu test-newest env env-newest model lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -22,6 +22,9 @@ serve: model ## environment, demo model, server with sparse decode, one answer; 
 
 test: lint model ## environment, lint, types, all tests
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-gpu: model ## the GPU tests (kernels, servers), with a result file if GPU_FLAGS="--machine-name NAME"
+	@$(BIN)/python tools/test_gpu.py --demo-model $(MODEL) $(GPU_FLAGS)
 
 test-newest: env-newest model ## the server tests on the newest SGLang known to work (slow: a second environment)
 	@$(VENV_NEWEST)/bin/python -m pytest tests/server $(PYTEST_FLAGS)

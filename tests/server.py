@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,21 @@ from typing import Any
 
 import psutil
 import requests
+import torch
 from locks_sglang import cpu_stand_ins
 from prometheus_client.parser import text_string_to_metric_families
 
+ON_GPU = torch.cuda.is_available()
 # Measured on two CPU cores: 28 s alone on the machine; a loaded machine takes several times as long.
-START_TIMEOUT_S = 480.0
+START_TIMEOUT_S = 240.0 if ON_GPU else 480.0
 REQUEST_TIMEOUT_S = 300.0
-# A pool like the CPU's, so that the tests which fill it behave alike.
-GPU_FLAGS = ("--page-size", "16", "--max-total-tokens", "16384", "--cuda-graph-max-bs", "4")
+# A pool like the CPU's, so that the tests which fill it behave alike, and few graphs, which start sooner.
+GPU_FLAGS = (
+    *("--page-size", "16", "--max-total-tokens", "16384"),
+    *("--cuda-graph-max-bs", "4", "--disable-prefill-cuda-graph"),
+)
+AS_SHIPPED = "as shipped"
+"""In the place of the first flag: none of GPU_FLAGS."""
 # Two servers may be up at once: an idle one has to leave the cores to the other.
 COMMON_FLAGS = (
     *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle", "--skip-server-warmup"),
@@ -174,26 +181,47 @@ class ServerPool:
     """Servers by their flags, each started at first use and kept. More than `limit` are never up
     (each takes about 1.5 GB): the one unused longest stops first."""
 
-    def __init__(self, model: Path, log_dir: Path, limit: int = 2) -> None:
-        self._model, self._log_dir, self._limit = model, log_dir, limit
+    def __init__(
+        self, model: Path, log_dir: Path, limit: int = 2, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._model, self._log_dir, self._limit, self._env = model, log_dir, limit, env
         self._running: dict[tuple[str, ...], tuple[Any, Server]] = {}
+        self._started: dict[tuple[str, ...], Future[tuple[Any, Server]]] = {}
+        self._starters = ThreadPoolExecutor(limit)
+
+    def start(self, *flag_sets: tuple[str, ...]) -> None:
+        """Begin to start several servers side by side; `get` waits for its own, or says how it failed."""
+        assert len(flag_sets) <= self._limit
+        for flags in flag_sets:
+            self._started[flags] = self._starters.submit(self._launch, flags)
+
+    def _launch(self, flags: tuple[str, ...]) -> tuple[Any, Server]:
+        context = launch(self._model, *flags, log_dir=self._log_dir, env=self._env)
+        return context, context.__enter__()
 
     def get(self, *flags: str) -> Server:
         """The server with these flags, with an empty cache."""
+        if flags in self._started:
+            self._running[flags] = self._started[flags].result()
+            del self._started[flags]  # a failure stays, to be raised again
         context, server = self._running.pop(flags, (None, None))
         if server is not None and server.process.poll() is not None:
             raise ServerFailed(f"the server with {flags} died", server.log, server.process.returncode)
         if server is None:
             while len(self._running) >= self._limit:
                 self._close(next(iter(self._running)))
-            context = launch(self._model, *flags, log_dir=self._log_dir)
-            server = context.__enter__()
+            context, server = self._launch(flags)
         self._running[flags] = (context, server)  # last: used most recently
         server.flush_cache()
         return server
 
     def close(self) -> None:
         """Stop all servers."""
+        self._starters.shutdown()
+        for future in self._started.values():
+            if future.exception() is None:
+                context, _ = future.result()
+                context.__exit__(None, None, None)
         for flags in list(self._running):
             self._close(flags)
 
@@ -205,26 +233,20 @@ class ServerPool:
 def _start(
     model: Path | str, flags: Sequence[str], log_dir: Path, env: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen[bytes], int, Path]:
-    import torch
-
-    on_gpu = torch.cuda.is_available()
     port = free_port()
     log_path = log_dir / f"server-{port}.log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += [
-        "--port",
-        str(port),
-        *(GPU_FLAGS if on_gpu else cpu_stand_ins.SERVER_FLAGS),
-        *COMMON_FLAGS,
-        *flags,
-    ]
+    machine = GPU_FLAGS if ON_GPU else cpu_stand_ins.SERVER_FLAGS
+    if flags[:1] == (AS_SHIPPED,):
+        machine, flags = (), flags[1:]
+    command += ["--port", str(port), *machine, *COMMON_FLAGS, *flags]
     base = {**os.environ, **(env or {})}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=base if on_gpu else cpu_stand_ins.environment(base),
+            env=base if ON_GPU else cpu_stand_ins.environment(base),
             start_new_session=True,
         )
     return process, port, log_path

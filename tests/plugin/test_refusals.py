@@ -1,6 +1,7 @@
 """Every combination that sparse decode does not work with is refused before anything starts."""
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,24 @@ def test_refused_value(dense_args: SimpleNamespace, row: Refusal) -> None:
 def test_quiet_values(prepare: Callable[..., Any]) -> None:
     flags = ["--disaggregation-mode", "null", "--kv-cache-dtype", "bfloat16", "--tokenizer-worker-num", "1"]
     assert config_of(prepare("--sparse-decode", "locks", *flags, "--pp-size", "1")).enabled
+
+
+def test_kv_cache_dtypes(dense_args: SimpleNamespace) -> None:
+    """Of all that SGLang offers, only what it does not quantise."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    (choices,) = (action.choices for action in parser._actions if action.dest == "kv_cache_dtype")
+    config, refused = LocksConfig(selector="locks"), set()
+    for dense_args.kv_cache_dtype in choices:
+        try:
+            check_server_args(dense_args, config)
+        except LocksError as error:
+            assert str(error).startswith(f"--kv-cache-dtype ({dense_args.kv_cache_dtype})")
+            refused.add(dense_args.kv_cache_dtype)
+    assert {"fp8_e5m2", "fp8_e4m3", "mxfp8", "nvfp4"} <= refused
+    assert set(choices) - refused == {"auto", "bf16", "bfloat16"}
 
 
 @pytest.mark.parametrize("row", REFUSED_VARIABLES, ids=lambda row: row.name)

@@ -4,13 +4,14 @@ import re
 
 import pytest
 from locks_sglang.telemetry import METRICS
-from server import Server
+from server import ON_GPU, Server
 from traced import BUDGET, PAGE, Traced
 
 # Bytes of a record r6h, a page and KV head: basis, coefficients, centroid, and the scales of each
 # (d = 64, r = 6). The demo model has 30 layers and 3 KV heads.
 RECORD = 64 * 6 // 2 + 16 * 6 // 2 + 64 + 2 * (1 + 6)
 BYTES_PER_TOKEN = -(-RECORD * 3 * 30 // 16)
+KV_BYTES = 2 if ON_GPU else 4  # bf16, float32
 
 
 def sample_name(metric: str) -> str:
@@ -28,7 +29,7 @@ def test_start_up_line(locks: Traced) -> None:
     assert int(found[1]) == BYTES_PER_TOKEN
     tokens = 1280 + PAGE  # SGLang keeps a page that nobody owns
     assert float(found[2]) == pytest.approx(RECORD / PAGE * 90 * tokens / 2**30, abs=6e-4)
-    assert float(found[3]) == pytest.approx(2 * 4 * 64 * 90 * tokens / 2**30, abs=6e-4)
+    assert float(found[3]) == pytest.approx(2 * KV_BYTES * 64 * 90 * tokens / 2**30, abs=6e-4)
 
 
 def test_server_info(locks: Traced) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from traced import BUDGET, PAGE, Traced, assert_same, assert_selects
+from greedy import assert_same_tokens
+from traced import BUDGET, LONG, PAGE, Traced, assert_same, assert_selects
 
 CHAT = [{"role": "user", "content": "List ten rivers of Europe."}]
 REFUSED = [
@@ -20,16 +21,16 @@ REFUSED = [
 
 def test_dense_beside_sparse(locks: Traced, dense_tokens: Callable, words: list[int]) -> None:
     prompt, new = words[300:611], 8
-    expected, cold = dense_tokens(prompt, new), locks.alone(words[:480], 16)
+    expected, cold = dense_tokens(prompt, new), locks.alone(words[:480], LONG)
     locks.server.flush_cache()
-    sparse = locks.start(words[:480], 16)
+    sparse = locks.start(words[:480], LONG)
     sparse.wait_for_rows(1)
     dense = locks.start(prompt, new, {"mode": "dense"})
     run = dense.result()
     assert locks.overlap(sparse, dense)
     assert run.rows
     assert all(pages is None for pages in run.rows.values())
-    assert run.tokens == expected
+    assert_same_tokens(run.greedy, expected)
     assert_same(sparse.result(), cold)
 
 
@@ -55,9 +56,10 @@ def test_openai_api(locks: Traced) -> None:
 
 
 def test_refused_with_400(locks: Traced, words: list[int]) -> None:
-    cold = locks.alone(words[:190], 24)
+    new = 8 + LONG
+    cold = locks.alone(words[:190], new)
     locks.server.flush_cache()
-    other = locks.start(words[:190], 24)
+    other = locks.start(words[:190], new)
     other.wait_for_rows(1)
     for options, legal in REFUSED:
         for path, body in bodies(options).items():

@@ -4,21 +4,24 @@ import random
 from collections.abc import Callable
 
 import pytest
-from traced import BUDGET, PAGE, Traced, assert_all_rows, assert_same, assert_selects
+from greedy import assert_same_tokens
+from traced import BUDGET, PAGE, SMALL_POOL, Traced, assert_all_rows, assert_same, assert_selects
 
 NEW = 8
 
 
 @pytest.fixture(params=["quest", "oracle"])
 def other(request: pytest.FixtureRequest, traced_server: Callable[..., Traced]) -> Traced:
-    return traced_server("--sparse-decode", request.param, "--sparse-decode-budget", str(BUDGET))
+    return traced_server(
+        *SMALL_POOL, "--sparse-decode", request.param, "--sparse-decode-budget", str(BUDGET)
+    )
 
 
 def test_budget_that_covers_the_context(other: Traced, dense_tokens: Callable, words: list[int]) -> None:
     for length in (1, 16, 33, BUDGET - NEW + 1):
         run = other.run(words[:length], NEW)
         assert all(pages is None for pages in run.rows.values())
-        assert run.tokens == dense_tokens(words[:length], NEW)
+        assert_same_tokens(run.greedy, dense_tokens(words[:length], NEW))
 
 
 def test_reused_pages(other: Traced, words: list[int]) -> None:
