@@ -84,7 +84,7 @@ class LocksConfig:
     trace_file: str | None = _option(
         None,
         "Write the selected pages of every decode row and layer as JSON lines (for debugging: every "
-        "decode step waits for it).",
+        "decode step waits for it); further tensor-parallel ranks to PATH.rank1, ...",
         metavar="PATH",
     )
     allow_untested: bool = _option(

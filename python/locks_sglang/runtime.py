@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ class SparseDecode:
         q_heads: query heads of a layer on this rank.
         query_dtype: dtype of the model's queries; the pool's where it is None.
         graph_rows: largest batch that gets a CUDA graph, 0 without graphs.
+        rank: tensor-parallel rank, which has KV heads of its own.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class SparseDecode:
         q_heads: int,
         query_dtype: torch.dtype | None = None,
         graph_rows: int = 0,
+        rank: int = 0,
     ) -> None:
         self.config = config
         self.summaries = SummaryPool(config, pool)
@@ -65,7 +66,7 @@ class SparseDecode:
         self._graph_rows = graph_rows
         self._plan = TapPlan()
         self._audit: Audit | None = None
-        self._trace = Trace(config.trace_file, config.page_size) if config.trace_file else None
+        self._trace = Trace(config.trace_file, config.page_size, rank) if config.trace_file else None
         self._flashinfer: FlashInferAttention | None = None
         self._workspace: Workspace | None = None
         self._graph_buffers: StepBuffers | None = None
@@ -290,8 +291,8 @@ class SparseDecode:
             len(self.dense_layers),
             "".join(f"; layer {layer}: {why}" for layer, why in self.dense_layers.items()),
         )
-        if self.config.trace_file:
-            logger.warning("Sparse decode writes a trace to %s", Path(self.config.trace_file).resolve())
+        if self._trace is not None:
+            logger.warning("Sparse decode writes a trace to %s", self._trace.path.resolve())
 
 
 _active: SparseDecode | None = None

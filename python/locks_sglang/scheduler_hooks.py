@@ -71,6 +71,12 @@ def _attention_ranks() -> int:
     return get_parallel().attn_tp_size
 
 
+def _attention_rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().attn_tp_rank
+
+
 def _local_kv_heads(kvc: Any) -> int:
     return kvc.model_config.get_num_kv_heads(_attention_ranks())
 
@@ -94,6 +100,7 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
         q_heads,
         model_runner.model_config.dtype,
         _largest_graph(model_runner.server_args),
+        _attention_rank(),
     )
     _sort_layers(state, model_runner.model)
     charged = bytes_per_token(config, state.summaries.head_dim, state.summaries.kv_heads, pool.layer_num)
@@ -123,6 +130,12 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
         raise LocksError(
             f"--sparse-decode does not work with a KV pool of {pool.dtype} (resolved from --kv-cache-dtype "
             f"or the model's config); legal: {', '.join(map(str, dtypes))}"
+        )
+    queries = model_runner.model_config.dtype
+    if on_gpu and pool.dtype != queries:
+        raise LocksError(
+            f"--kv-cache-dtype gives a KV pool of {pool.dtype}, but the model computes in {queries}; legal "
+            "with --sparse-decode on a GPU: auto, which takes the model's"
         )
     if on_gpu and config.selector == "locks" and config.summary.endswith("bf16"):
         raise LocksError(

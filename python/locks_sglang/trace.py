@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from locks_kernels import StepTables
 
@@ -13,11 +14,13 @@ from .taps import LayerTap
 class Trace:
     """Writes ``{"rid", "seq_len", "layer", "pages"}`` lines to a file.
 
-    ``pages`` are the logical pages of each KV head, null for a row that attends everything.
+    ``pages`` are the logical pages of each KV head of this rank, null for a row that attends everything.
+    Ranks after the first write to files of their own, ``path.rank1`` and so on.
     """
 
-    def __init__(self, path: str, page_size: int) -> None:
-        self._file = open(path, "w")  # noqa: SIM115
+    def __init__(self, path: str, page_size: int, rank: int = 0) -> None:
+        self.path = Path(f"{path}.rank{rank}" if rank else path)
+        self._file = self.path.open("w")
         self._page_size = page_size
 
     def after_step(

@@ -30,6 +30,7 @@ class Rig:
         context: int | None = None,
         seed: int = 0,
         graph_rows: int = 0,
+        rank: int = 0,
         dense: dict[int, str] | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -58,6 +59,7 @@ class Rig:
             q_heads,
             dtype,
             graph_rows,
+            rank,
         )
         dense = dense or {}
         self.state.set_layers([layer for layer in range(layers) if layer not in dense], dense)

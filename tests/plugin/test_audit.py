@@ -236,3 +236,14 @@ def test_a_mass_that_is_not_a_number_is_logged(caplog: pytest.LogCaptureFixture)
     rig.step(LENGTHS, rig.queries(len(LENGTHS)))
     assert rig.state.status()["audited_rows"] == 0
     assert "audit of layer 0: the retained mass is nan" in caplog.text
+
+
+def test_ranks_do_not_share_a_trace(tmp_path: Path) -> None:
+    """Each has KV heads of its own."""
+    config = replace(CONFIG, trace_file=str(tmp_path / "trace.jsonl"))
+    for rank in (1, 0):
+        rig = Rig(config, LENGTHS, rank=rank, seed=rank)
+        rig.step(LENGTHS, rig.queries(len(LENGTHS)))
+    first, second = ((tmp_path / name).read_text() for name in ("trace.jsonl", "trace.jsonl.rank1"))
+    assert first != second
+    assert len(first.splitlines()) == len(second.splitlines()) == 5 * len(LENGTHS)

@@ -146,6 +146,7 @@ def fake_runner(
         token_to_kv_pool_allocator=type(allocator, (), {})(),
         req_to_token_pool=type(requests, (), {})(),
         page_size=page_size,
+        model_config=SimpleNamespace(dtype=torch.float16 if dtype == torch.float16 else torch.bfloat16),
     )
 
 
@@ -184,7 +185,16 @@ def test_what_the_gpu_kernels_do_not_take() -> None:
     for dtype in scheduler_hooks.GPU_DTYPES:
         runner = fake_runner(dtype=dtype, device="cuda:0")
         scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
+    runner = fake_runner(dtype=torch.float16, device="cuda:0")
+    runner.model_config.dtype = torch.bfloat16
+    with pytest.raises(
+        LocksError, match=r"KV pool of torch.float16, but .* in torch.bfloat16; legal .*: auto"
+    ):
+        scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
+    runner.token_to_kv_pool.device = "cpu"
+    scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
     comparison = replace(LOCKS, summary="r8bf16")
+    runner = fake_runner(device="cuda:0")
     with pytest.raises(
         LocksError, match=r"--sparse-decode-summary r8bf16 is .*legal on a GPU: .* i4, i8 or h"
     ):

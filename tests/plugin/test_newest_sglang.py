@@ -53,13 +53,13 @@ found["refused"] = {key: error_of(prepare_server_args, [*base, "--config", yaml,
 beams = SamplingParams(max_new_tokens=1, beam_width=4)
 budget = SamplingParams(custom_params={"locks": {"budget": 7}})
 found["requests"] = [error_of(params.verify, 128) for params in (SamplingParams(), beams, budget)]
-unresolved = prepare_server_args([*base, "--config", yaml, "--sparse-decode-trace-file", "/dev/null"])
+unresolved = prepare_server_args([*base, "--config", yaml])
 found["graphs"] = [resolved(unresolved).cuda_graph_config is None]
 unresolved.resolve_once()
 unresolved.check_server_args()
 found["graphs"].append(resolved(unresolved).cuda_graph_config.decode.backend)
-resolved(unresolved).cuda_graph_config.decode.backend = "full"
-found["launch"] = error_of(unresolved.check_server_args)
+unresolved._resolved_overrides = [*unresolved._resolved_overrides, ("test", {"enable_lmcache": True})]
+found["lmcache"] = [unresolved.enable_lmcache, error_of(unresolved.check_server_args)]
 print("FOUND", json.dumps(found))
 """
 
@@ -113,4 +113,6 @@ def test_requests_are_refused(found: dict[str, Any]) -> None:
 
 def test_what_sglang_resolves_later_is_checked_at_launch(found: dict[str, Any]) -> None:
     assert found["graphs"] == [True, "disabled"]
-    assert "--sparse-decode-trace-file does not work with CUDA graphs" in found["launch"]
+    given, message = found["lmcache"]
+    assert not given
+    assert "--enable-lmcache (True) does not work with --sparse-decode" in message
