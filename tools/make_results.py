@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import quality_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"
@@ -137,6 +138,30 @@ def throughput(machine: str) -> str:
     return f"{pages.table(THROUGHPUT_HEAD, rows)}\n\n{origin(result)}"
 
 
+def quality() -> str:
+    """Scores of every recipe that has a result here, each with its origin."""
+    parts = []
+    for name in quality_report.RECIPES:
+        for machine in ("h200", "cpu"):
+            result = newest(f"quality-{name}", machine)
+            if result is not None:
+                rows = result["rows"]
+                first = rows[0]
+                setting = f"{first['model']}, {first['prompts']} prompts a task"
+                setting += f" of {first['length']:,} tokens" if first["length"] else ""
+                parts.append(
+                    f"### {name} ({setting})\n\n{quality_report.scores(name, rows)}\n\n{origin(result)}"
+                )
+    return "\n\n".join(parts) or "Not run yet."
+
+
+def quality_not_run() -> str:
+    """Recipes without a result here."""
+    return quality_report.not_run(
+        {name for name in quality_report.RECIPES if any(RESULTS.glob(f"quality-{name}-*.json"))}
+    )
+
+
 def figures() -> None:
     """Draw every figure whose result file is there."""
     import plots
@@ -155,6 +180,7 @@ PAGES = {
         "cpu_step": cpu_step,
         "cpu_throughput": lambda: throughput("cpu"),
     },
+    ROOT / "docs" / "quality.md": {"quality": quality, "quality_not_run": quality_not_run},
     ROOT / "README.md": {"gains": gains},
 }
 

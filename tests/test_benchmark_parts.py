@@ -1,0 +1,154 @@
+"""Parts of the throughput and quality benchmarks that need no server; tests/server runs the first."""
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
+sys.path.insert(0, str(ROOT / "tools"))
+
+import quality_report  # noqa: E402
+import task_quality  # noqa: E402
+import throughput  # noqa: E402
+from quality.recipes import RECIPES  # noqa: E402
+from serving import word_tokenizer  # noqa: E402
+from serving.load import Case  # noqa: E402
+from serving.variants import Variant  # noqa: E402
+
+
+def test_every_word_is_one_token_and_every_token_one_word(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    (tmp_path / "config.json").write_text(json.dumps({"padded_vocab_size": 5000}))
+    folder = word_tokenizer.write(tmp_path, tmp_path / "words")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [random.Random(0).randrange(5000) for _ in range(300)] + [0, 4999]
+    assert tokenizer.encode(tokenizer.decode(ids)).ids == ids
+    assert tokenizer.encode("t17\n\nt4999 ").ids == [17, 4999]
+    assert all(tokenizer.decode([token]) for token in range(5000))
+
+
+def test_variants() -> None:
+    assert Variant.parse("dense:fa3", "flashinfer").flags(2048) == ["--attention-backend", "fa3"]
+    sparse = Variant.parse("locks:r4i4", "fa3").flags(512)
+    assert sparse[:2] == ["--attention-backend", "fa3"] and sparse[-2:] == [
+        "--sparse-decode-summary",
+        "r4i4",
+    ]
+    assert Variant.parse("quest::flashinfer", "fa3").backend == "flashinfer"
+    assert "--sparse-decode-summary" not in Variant.parse("oracle", "fa3").flags(512)
+    for wrong in ("dense", "dense:a:b", "snapkv", "locks:r4i4:fa3:x"):
+        with pytest.raises(ValueError, match="neither dense:BACKEND nor"):
+            Variant.parse(wrong, "fa3")
+
+
+def test_prompts_of_a_conversation_grow_to_the_context() -> None:
+    case = Case("multi-turn", 2, 1000, 32, 2)
+    assert case.first_prompt + 3 * (64 + 32) == 1000
+    flags = case.flags()
+    assert int(flags[flags.index("--gsp-system-prompt-len") + 1]) + 64 == case.first_prompt
+    with pytest.raises(ValueError, match="too short"):
+        Case("multi-turn", 2, 300, 32, 2).check()
+    with pytest.raises(ValueError, match="legal: random, shared-prefix, multi-turn"):
+        Case("sharegpt", 2, 300, 32, 2).check()
+
+
+def test_rows_of_an_earlier_run_are_kept_unless_measured_again(tmp_path: Path) -> None:
+    row = {
+        "variant": "dense:fa3",
+        "workload": "random",
+        "concurrency": 1,
+        "context": 8,
+        "output": 2,
+        "x": 1,
+    }
+    other = {**row, "variant": "locks:r6h"}
+    (tmp_path / "old.json").write_text(json.dumps({"rows": [row, other]}))
+    arguments = argparse.Namespace(
+        append=tmp_path / "old.json", machine_name="test", out=tmp_path, commit="c"
+    )
+    written = throughput.write([{**row, "x": 2}], arguments, copy_rate=None)
+    assert json.loads(written.read_text())["rows"] == [other, {**row, "x": 2}]
+
+
+def test_every_task_has_its_row_in_the_paper() -> None:
+    tables = quality_report.paper()
+    for name, recipe in RECIPES.items():
+        table = tables[recipe.paper or name]
+        assert list(table) == ["64", "128", "256", "512", "1024", "2048"]
+        for rows in table.values():
+            assert set(recipe.tasks.values()) <= set(rows), name
+            assert all("FullKV" in rows[row] and "r4i4" in rows[row] for row in recipe.tasks.values()) or (
+                name == "infinitebench"
+            )
+    # The paper's own means over tasks, which its tables print.
+    for name in ("longbench", "ruler-16k", "ruler-32k", "infinitebench"):
+        for budget in ("64", "2048"):
+            printed = tables[name][budget]["Avg"]["r8i4"]
+            assert float(quality_report.paper_means(RECIPES[name], name, "r8i4", budget)) == pytest.approx(
+                printed, abs=0.11
+            )
+
+
+def scored(name: str, points: float) -> list[dict]:
+    return [
+        {"selector": "FullKV", "task": task, "score": points, "prompts_sha256": "p"}
+        for task in RECIPES[name].tasks
+    ]
+
+
+def test_sparse_arms_wait_for_fullkv() -> None:
+    recipe = RECIPES["ruler-16k"]
+    arguments = argparse.Namespace(
+        recipe="ruler-16k", model_path="models/Llama-3.1-8B-Instruct", any_fullkv=False
+    )
+    task_quality.check_fullkv(scored("ruler-16k", 94.0), recipe, arguments)
+    with pytest.raises(task_quality.HarnessDiffers, match=r"-4\.3 points"):
+        task_quality.check_fullkv(scored("ruler-16k", 90.0), recipe, arguments)
+    task_quality.check_fullkv(scored("ruler-16k", 90.0), replace(recipe, limit=5), arguments)
+    arguments.model_path = "models/other"
+    task_quality.check_fullkv(scored("ruler-16k", 90.0), recipe, arguments)
+
+
+def test_other_prompts_are_noticed() -> None:
+    rows = scored("ruler-16k", 94.0)
+    sparse = [{**rows[0], "selector": "locks"}]
+    task_quality.check_same_prompts(rows, sparse)
+    with pytest.raises(task_quality.HarnessDiffers, match="other prompts"):
+        task_quality.check_same_prompts(rows, [{**sparse[0], "prompts_sha256": "q"}])
+
+
+def test_scores_stand_beside_the_papers() -> None:
+    row = {"task": "niah_single_1", "format": None, "budget": None}
+    rows = [
+        {**row, "selector": "FullKV", "score": 90.0},
+        {**row, "selector": "locks", "format": "r4i4", "budget": 64, "score": 80.0},
+        {**row, "selector": "locks", "format": "r6h", "budget": 64, "score": 85.0},
+    ]
+    lines = quality_report.scores("ruler-16k", rows).splitlines()
+    assert lines[0] == "| budget | task | FullKV | r6h | r4i4 |"
+    assert lines[2] == "| 64 | NIAH-S1 | 90.0 (100.0) | 85.0 | 80.0 (100.0) |"
+    assert lines[3] == "| 64 | **mean** | 90.0 (100.0) | 85.0 | 80.0 (100.0) |"
+
+
+def test_answers_of_a_reasoning_model() -> None:
+    pytest.importorskip("lm_eval", reason="needs pip install '.[bench]'")
+    from quality.served import Served
+
+    model = Served.__new__(Served)
+    model.think_end, model.finish_reasons, model.prompt_tokens = "</think>", [], []
+    choices = [
+        {"index": 1, "text": "<think> still", "finish_reason": "length"},
+        {"index": 0, "text": "<think> so</think>7", "finish_reason": "stop"},
+    ]
+    assert model.parse_generations({"choices": choices, "usage": {"prompt_tokens": 40}}) == [
+        "7",
+        "<think> still",
+    ]
+    assert model.account() == {"cut_share": 0.5, "prompt_tokens": 40, "prompt_tokens_max": 40}
