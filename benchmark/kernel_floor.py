@@ -32,7 +32,7 @@ from locks_kernels import (
 )
 from locks_kernels.workspace import Workspace
 
-OPS = ("score", "select", "path", "attend", "summarize", "dense")
+OPS = ("score", "select", "path", "attend", "layer", "summarize", "dense")
 GEOMETRIES = {"glm4-9b-1m": (4, 8, 128), "glm4-9b": (2, 16, 128), "llama31-8b": (8, 4, 128)}
 SINGLE = (16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
 BATCHES = ((32_768, 32), (65_536, 16), (131_072, 8), (262_144, 4))
@@ -137,9 +137,14 @@ class Inputs:
             self.scale,
             width=self.case.budget_pages,
             workspace=self.workspace,
+            settled=True,
         )
 
-    def attend(self, selection: Selection) -> None:
+    def layer(self, index: int) -> None:
+        """What a decode step does for one layer: score, select and attend, overlapping."""
+        self.attend(self.path(index), self.budgets)
+
+    def attend(self, selection: Selection, budgets: torch.Tensor | None = None) -> None:
         attend(
             self.queries,
             self.keys,
@@ -148,6 +153,7 @@ class Inputs:
             self.page_table,
             self.seq_lens,
             self.scale,
+            budgets=budgets,
             workspace=self.workspace,
         )
 
@@ -188,8 +194,11 @@ def measure(case: Case, ops: list[str], repeats: int) -> Iterator[dict]:
                 calls = [partial(function, index) for index in range(inputs.sets)]
                 yield row(case, op, "cuda", moved, graph_us(calls, repeats))
         del inputs
-    if "attend" in ops or "dense" in ops:
+    if any(op in ops for op in ("attend", "layer", "dense")):
         inputs = Inputs(case, with_values=True)
+        if "layer" in ops:
+            calls = [partial(inputs.layer, index) for index in range(inputs.sets)]
+            yield row(case, "layer", "cuda", score_bytes + attend_bytes, graph_us(calls, repeats))
         if "attend" in ops:
             # The workspace holds one selection at a time.
             copies = [copy_of(inputs.path(index)) for index in range(inputs.sets)]

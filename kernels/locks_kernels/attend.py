@@ -21,6 +21,7 @@ def attend(
     sm_scale: float,
     v_scale: float = 1.0,
     *,
+    budgets: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     impl: str = "auto",
@@ -35,6 +36,8 @@ def attend(
         seq_lens: int ``[rows]``; the current page holds ``(seq_len - 1) % B + 1`` tokens.
         sm_scale: softmax scale, times the K scale of a scaled fp8 pool.
         v_scale: scale of the values, for a scaled fp8 pool.
+        budgets: those given to a ``score_select`` with ``settled`` that was the call just before, on
+            the same stream: rows that attend everything then do not wait for it.
         workspace: buffers of the GPU implementations, which allocate without it; the torch path
             needs none.
         out: output and LSE of the shapes below, contiguous, to be filled instead of new ones.
@@ -73,7 +76,7 @@ def attend(
         if chosen == "cuda":
             from . import cuda_attend
 
-            cuda_attend.attend(*arguments, buffers)
+            cuda_attend.attend(*arguments, buffers, budgets)
         else:
             from . import triton_attend
 

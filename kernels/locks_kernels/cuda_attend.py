@@ -32,6 +32,7 @@ def attend(
     output: torch.Tensor,
     lse: torch.Tensor,
     buffers: AttendBuffers,
+    budgets: torch.Tensor | None = None,
 ) -> None:
     """Fill ``output [rows, q_heads, d]`` and ``lse [rows, q_heads]``; see ``locks_kernels.attend``.
 
@@ -70,6 +71,7 @@ def attend(
         splits,
         cluster,
         TILES_A_WARP,
+        0 if budgets is None else budgets.data_ptr(),
         torch.cuda.current_stream(queries.device).cuda_stream,
     )
 

@@ -71,11 +71,12 @@ def score_packed(
     sm_scale: float,
     scores: torch.Tensor,
     row_tiles: torch.Tensor,
+    settled: bool = False,
 ) -> None:
     """Score the rows whose budget leaves pages out, packed row after row, for ``select``.
 
     ``scores`` is fp32 ``[q_heads * total_pages]``; ``row_tiles``, int32 ``[rows + 1]`` at least, gets
-    where each row begins, in tiles of 8 pages.
+    where each row begins, in tiles of 8 pages.  ``settled`` as in ``score_select``.
     """
     tiles = scores.numel() // (queries.shape[1] * TILE_PAGES)
     _launch(
@@ -90,6 +91,7 @@ def score_packed(
         (0, 0),
         row_tiles.data_ptr(),
         tiles,
+        settled,
     )
 
 
@@ -105,6 +107,7 @@ def _launch(
     score_strides: tuple[int, int],
     row_tiles: int,
     capacity: int,
+    settled: bool = False,
 ) -> None:
     check(queries, keys, records, page_table, seq_lens, budgets)
     rows, q_heads, _ = queries.shape
@@ -126,8 +129,8 @@ def _launch(
         q_heads // kv_heads,
         capacity,
         sm_scale,
-        torch.cuda.current_stream(queries.device).cuda_stream,
     )
+    stream = torch.cuda.current_stream(queries.device).cuda_stream
     vectors = (
         queries.data_ptr(),
         queries.stride(0),
@@ -138,10 +141,10 @@ def _launch(
     if isinstance(records, Summaries):
         storage = records.scales.untyped_storage()
         planes = [plane.data_ptr() for plane in records.planes]
-        loaded.score(*vectors, *planes, storage.data_ptr() + storage.nbytes(), *common)
+        loaded.score(*vectors, *planes, storage.data_ptr() + storage.nbytes(), *common, settled, stream)
     else:
         planes = [0, 0] if records is None else [plane.data_ptr() for plane in records.planes]
-        loaded.page_scores(*vectors, *planes, *common)
+        loaded.page_scores(*vectors, *planes, *common, stream)
 
 
 def library(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) -> Any:

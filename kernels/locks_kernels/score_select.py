@@ -22,6 +22,7 @@ def score_select(
     *,
     width: int,
     workspace: Workspace | None = None,
+    settled: bool = False,
     impl: str = "auto",
 ) -> Selection:
     """Choose the pages of every (request, KV head) for one decode step of one layer.
@@ -31,6 +32,10 @@ def score_select(
     selection then lives in the workspace until its next use.  Rows that do not fit a workspace
     of limited ``total_pages`` attend all their pages.
 
+    ``settled`` says that the page table, lengths, budgets and records were complete before the
+    last kernel on this stream began (not so the queries and keys): reading them then overlaps
+    with that kernel.  In a model every layer's rotary embedding or KV write is such a kernel.
+
     Raises:
         ValueError: shapes or dtypes do not fit, or the workspace is too small for the batch.
     """
@@ -38,7 +43,7 @@ def score_select(
     chosen = dispatch.choose(impl, queries.device)
     arguments = (queries, keys, records, page_table, seq_lens, budgets, sm_scale, width)
     if chosen == "cuda":
-        return _score_select_cuda(*arguments, workspace)
+        return _score_select_cuda(*arguments, workspace, settled)
     if chosen == "triton":
         scores = score(queries, keys, records, page_table, seq_lens, sm_scale, impl=chosen)
         return select(
@@ -64,6 +69,7 @@ def _score_select_cuda(
     sm_scale: float,
     width: int,
     workspace: Workspace | None,
+    settled: bool,
 ) -> Selection:
     from . import cuda_score, cuda_select
 
@@ -91,6 +97,7 @@ def _score_select_cuda(
         sm_scale,
         workspace.scores,
         workspace.row_tiles,
+        settled,
     )
     out = Selection(workspace.pages[:rows], workspace.logical[:rows], workspace.counts[:rows])
     cuda_select.select(

@@ -82,6 +82,23 @@ def test_ties_go_to_the_lower_page(step):
     check([40_000, 3000, 700], [64, 40, 17], 64, group=2, step=step)
 
 
+@pytest.mark.parametrize(("pages", "group"), [(700, 1), (1800, 3), (9000, 8)])
+def test_many_shares_within_one_bin(pages, group):
+    """Flat attention: far more pages in the bin of the last chosen one than are ranked at a time."""
+    generator = torch.Generator(device="cuda").manual_seed(pages)
+    order = torch.randperm(pages, generator=generator, device="cuda")
+    # Further apart than rounding, so that there is one right order.
+    values = (5e-6 * order).expand(1, 2 * group, pages).contiguous()
+    scores = PageScores(values, values.logsumexp(-1))
+    lengths = torch.tensor([pages * PAGE - 3], device="cuda")
+    budgets = torch.tensor([130], dtype=torch.int32, device="cuda")
+    arguments = {"kv_heads": 2, "page_size": PAGE, "width": 130}
+    table = make_table(1, pages)
+    want = select(scores, table, lengths, budgets, **arguments, impl="torch")
+    got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
+    same(got, want, 130)
+
+
 def test_shares_of_very_different_size():
     check([30_000, 2000], [100, 50], 100, spread=40.0)
 

@@ -24,15 +24,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend_kernel(Params params
   int64_t row_head = blockIdx.y;
   int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
   int split = blockIdx.x, warp = threadIdx.x / 32;
-  wait_for_previous_kernel();
+  bool chained = params.budgets != nullptr;
+  if (!chained) wait_for_previous_kernel();
 
   Queries queries;
   queries.load(params, row, head);
-  int count = params.counts[row];
-  int length = params.lengths[row];
+  int length = params.lengths[row], present = (length + kPage - 1) / kPage;
+  bool everything = chained && present <= params.budgets[row];
+  if (chained && !everything) wait_for_previous_kernel();
+  int count = everything ? present : params.counts[row];
   int tokens = count > 0 ? (count - 1) * kPage + (length - 1) % kPage + 1 : 0;
   int tiles = (tokens + 15) / 16;
-  const int* pages = count > params.width ? params.page_table + row * params.table_row
+  const int* pages = everything || count > params.width ? params.page_table + row * params.table_row
                                           : params.pages + row_head * params.width;
 
   // Blocks in use: as many as give every warp enough tiles, whole clusters if it takes more than one.
@@ -104,6 +107,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend_kernel(Params params
       }
     }
   }
+  // A kernel that is complete tells the next one that all before it are.
+  if (params.budgets != nullptr) wait_for_previous_kernel();
 }
 
 void prepare() {
@@ -111,7 +116,6 @@ void prepare() {
              "shared memory of attend");
   check_cuda(cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
              "clusters of attend");
-  prefer_shared_memory(attend_kernel);
 }
 
 // Addresses, strides (in elements) and sizes as integers: the caller (cuda_attend.py) has checked them.
@@ -120,7 +124,7 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
             int64_t width, int64_t counts, int64_t page_table, int64_t table_row, int64_t lengths, int64_t wide_lengths,
             double sm_scale, double v_scale, int64_t output, int64_t lse, int64_t partial_output, int64_t partial_sums,
             int64_t arrivals, int64_t rows, int64_t kv_heads, int64_t group, int64_t splits, int64_t cluster,
-            int64_t tiles_a_warp, int64_t stream) {
+            int64_t tiles_a_warp, int64_t budgets, int64_t stream) {
   Params params{address<const void>(queries),
                 q_row,
                 q_head,
@@ -149,7 +153,8 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
                 static_cast<int>(group),
                 static_cast<int>(splits),
                 static_cast<int>(cluster),
-                static_cast<int>(tiles_a_warp)};
+                static_cast<int>(tiles_a_warp),
+                address<const int>(budgets)};
   static const bool prepared = (prepare(), true);
   (void)prepared;
   dim3 grid(static_cast<unsigned>(splits), static_cast<unsigned>(rows * kv_heads));

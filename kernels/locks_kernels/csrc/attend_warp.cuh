@@ -54,6 +54,9 @@ struct Params {
   float2* partial_sums;    // [rows * kv_heads, clusters, cluster, group]: maximum and sum
   unsigned* arrivals;      // [rows * kv_heads, cluster], zero between launches
   int kv_heads, group, splits, cluster, tiles_a_warp;
+  // Not null: the kernels before this one are score and select, which started when the queries, the
+  // pool and the tables were complete; rows that fit their budget need nothing of these two.
+  const int* budgets;
 };
 
 // ---- operands ---------------------------------------------------------------------------------

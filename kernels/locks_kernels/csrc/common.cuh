@@ -125,6 +125,9 @@ __device__ __forceinline__ void copy_async(uint32_t target, const void* source, 
   }
 }
 
+// Waits for all copies that this thread has started.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // 16 bytes of which only the first `present` are read; the rest is filled with zeros.
 __device__ __forceinline__ void copy_async_partial(uint32_t target, const void* source, int present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(present) : "memory");

@@ -48,6 +48,9 @@ struct ScoreParams {
   int* row_tiles;  // written for `select`
   int rows, kv_heads, group, capacity;
   float sm_scale;
+  // The tables and records were complete before the kernel before this one began: only the queries
+  // and the current page's keys are waited for.
+  bool settled;
 };
 
 struct Rows {
@@ -303,19 +306,22 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
     barrier_init(full_barrier(shared_address(shared), threadIdx.x), 32 + kScalesShift);
     barrier_init(free_barrier(shared_address(shared), threadIdx.x), kTogether);
   }
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (!params.settled) wait_for_previous_kernel();
   for (int row = threadIdx.x; row < params.rows; row += blockDim.x) closed[row] = (params.lengths[row] - 1) / kPage;
   schedule_rows(first, params.rows, params.lengths, params.budgets, kPage, params.capacity);
-  if (blockIdx.x == 0 && params.score_row_stride == 0) {
-    for (int row = threadIdx.x; row <= params.rows; row += blockDim.x) params.row_tiles[row] = first[row];
-  }
   Rows rows{first, closed};
   if (threadIdx.x < 32 * kWarps) {
+    wait_for_previous_kernel();
+    // Not earlier: what the next kernels read ahead of their own wait must be there when they start.
+    let_next_kernel_start();
+    if (blockIdx.x == 0 && params.score_row_stride == 0) {
+      for (int row = threadIdx.x; row <= params.rows; row += 32 * kWarps) params.row_tiles[row] = first[row];
+    }
     score_units(params, rows, shared);
   } else {
     const int copy_warp = threadIdx.x / 32 - kWarps;
     copy_units(params, rows, shared, copy_warp);
+    wait_for_previous_kernel();
     score_current_pages(params, rows, copy_warp);
   }
 }
@@ -326,7 +332,7 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
            int64_t scales, int64_t scales_end, int64_t page_table, int64_t table_stride, int64_t lengths,
            bool wide_lengths, int64_t budgets, int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
            int64_t row_tiles, int64_t rows, int64_t kv_heads, int64_t group, int64_t capacity, double sm_scale,
-           int64_t stream) {
+           bool settled, int64_t stream) {
   ScoreParams params;
   params.queries = address<const uint16_t>(queries);
   params.query_row_stride = query_row_stride;
@@ -354,6 +360,7 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
   params.group = static_cast<int>(group);
   params.capacity = static_cast<int>(capacity);
   params.sm_scale = static_cast<float>(sm_scale);
+  params.settled = settled;
 
   const int device = current_device();
   static bool prepared[kMaxDevices] = {};

@@ -3,12 +3,13 @@
 // A cluster of blocks takes one (row, KV head), each block a run of consecutive pages.  Through
 // distributed shared memory they agree on
 //   (1) the log-sum-exp of each query head over all pages,
-//   (2) a histogram of the shares, 64 bins an octave, and so the bin of the last chosen page,
-//   (3) the few pages in that bin, among which the exact order (share, then lower page) decides,
-// and every block writes its part of the list, which is in ascending order.  Latency is all that
-// matters here, so a thread keeps its pages in registers and there are three cluster barriers.
-// Where a bin has too many pages (equal shares) or a block too many for its registers, a radix
-// search over the bit patterns (find_threshold) takes over.
+//   (2) a histogram of the shares, 64 bins an octave, and so the bin of the last chosen page, which
+//       is split into finer histograms as long as it holds many pages,
+//   (3) the few pages left there, among which the exact order (share, then lower page) decides,
+// and every block writes its part of the list, which is in ascending order.
+//
+// Latency is all that matters here, and between two calls the model's weights push this code out
+// of the caches: short loops over shared memory are faster than unrolled code over registers.
 //
 // variant: GROUP=8
 
@@ -17,6 +18,20 @@
 #include "select_search.cuh"
 
 namespace locks {
+
+constexpr int kSharedBytes = (sizeof(Shared) + 15) / 16 * 16;
+
+// Pages of a block, in whole vectors of four.
+__host__ __device__ __forceinline__ int count_pitch(int count) { return (count + 3) / 4 * 4; }
+
+struct List {
+  const int* table;
+  int *pages, *logical;
+  __device__ __forceinline__ void put(int slot, int page, int physical) const {
+    pages[slot] = physical;
+    if (logical) logical[slot] = page;
+  }
+};
 
 struct SelectParams {
   const float* scores;
@@ -29,70 +44,122 @@ struct SelectParams {
   const int* budgets;
   int *pages, *logical, *counts;  // logical may be null
   int kv_heads, page_size, width;
+  int most_pages, staged_pages;  // of a block: in all, and at most to have them in shared memory
 };
-
-// Scores of a block's pages in registers, page begin + thread + i * kSelectThreads.
-template <int kHeld>
-struct HeldScores {
-  float value[kHeld][kGroup];
-};
-
-template <int kHeld>
-__device__ __forceinline__ void load_scores(HeldScores<kHeld>& held, const float* scores, int64_t head_stride, int begin,
-                                            int end) {
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int page = begin + i * kSelectThreads + threadIdx.x;
-#pragma unroll
-    for (int g = 0; g < kGroup; ++g) held.value[i][g] = -INFINITY;
-    if (page < end) {
-#pragma unroll
-      for (int g = 0; g < kGroup; ++g) held.value[i][g] = scores[g * head_stride + page] * kLog2e;
-    }
-  }
-}
-
-__device__ __forceinline__ float share_of(const float (&scores)[kGroup], const float (&lse)[kGroup]) {
-  float share = 0.0f;
-#pragma unroll
-  for (int g = 0; g < kGroup; ++g) share += exp2_approx(scores[g] - lse[g]);
-  return share;
-}
-
-// LSE over pages that are too many for registers.
-__device__ void sum_scores(Shared& shared, Team& team, const float* scores, int64_t head_stride, int begin, int end) {
-  LogSum own[kGroupPower];
-#pragma unroll
-  for (int g = 0; g < kGroupPower; ++g) own[g] = LogSum{-INFINITY, 0.0f};
-  for (int page = begin + threadIdx.x; page < end; page += kSelectThreads) {
-#pragma unroll
-    for (int g = 0; g < kGroup; ++g) own[g] = join(own[g], LogSum{scores[g * head_stride + page] * kLog2e, 1.0f});
-  }
-  join_team(shared, team, own);
-}
 
 // All pages of a row, where they fit the list.
 __device__ __forceinline__ void list_everything(const SelectParams& params, const List& list, int present, int row,
                                                 int head) {
   if (present <= params.width) {
     for (int i = blockIdx.x * kSelectThreads + threadIdx.x; i < present; i += gridDim.x * kSelectThreads) {
-      list.put(i, i);
+      list.put(i, i, list.table[i]);
     }
   }
   if (blockIdx.x == 0 && head == 0 && threadIdx.x == 0) params.counts[row] = present;
 }
 
-template <int kHeld>
+// A block's scores, a row of `stride` for each query head.
+struct Scores {
+  const float* at;
+  int64_t stride;
+};
+
+// Starts copying the scores of this block's pages to shared memory; `aligned` allows 16 bytes at a time.
+__device__ __forceinline__ void stage(const Scores& scores, float* target, int count, bool aligned) {
+  const uint64_t policy = read_once_policy();
+#pragma unroll 1
+  for (int g = 0; g < kGroup; ++g) {
+    const float* from = scores.at + g * scores.stride;
+    const uint32_t to = shared_address(target + g * count_pitch(count));
+    if (aligned) {
+      for (int i = 4 * threadIdx.x; i < count; i += 4 * kSelectThreads) copy_async<16>(to + 4 * i, from + i, policy);
+    } else {
+      for (int i = threadIdx.x; i < count; i += kSelectThreads) copy_async<4>(to + 4 * i, from + i, policy);
+    }
+  }
+}
+
+// Each warp takes every kParts-th run of 32 pages of one query head: the largest score and the sum
+// of exp2(score - largest) of these go to shared.partial.
+__device__ __forceinline__ void sum_scores(Shared& shared, const Scores& scores, int count) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = warp % kGroupPower, part = warp / kGroupPower;
+  if (head >= kGroup) return;
+  const float* from = scores.at + head * scores.stride;
+  LogSum own{-INFINITY, 0.0f};
+#pragma unroll 4
+  for (int i = 32 * part + lane; i < count; i += 32 * kParts) own.largest = fmaxf(own.largest, from[i]);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) own.largest = fmaxf(own.largest, __shfl_xor_sync(kFullWarp, own.largest, step));
+  own.largest *= kLog2e;
+#pragma unroll 4
+  for (int i = 32 * part + lane; i < count; i += 32 * kParts) {
+    own.sum += exp2_approx(from[i] * kLog2e - own.largest);
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) own.sum += __shfl_xor_sync(kFullWarp, own.sum, step);
+  if (lane == 0) shared.partial[part][head] = own;
+}
+
+// Keys of this block's pages; the sink and the current page are always chosen.  Equal scores give
+// equal keys wherever they are, so that ties are ties.
+__device__ __forceinline__ void make_keys(const Shared& shared, const Scores& scores, unsigned* keys, int begin,
+                                          int count, int last_page) {
+  float lse[kGroup];
+#pragma unroll
+  for (int g = 0; g < kGroup; ++g) lse[g] = shared.lse[g];
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+    float share = 0.0f;
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) share += exp2_approx(scores.at[g * scores.stride + i] * kLog2e - lse[g]);
+    const int page = begin + i;
+    keys[i] = page == 0 || page == last_page ? kFixed : __float_as_uint(share);
+  }
+}
+
+// Writes the chosen pages of this block behind those of the blocks before it.
+__device__ __forceinline__ void write_list(Shared& shared, const List& list, const int* physical, const unsigned* keys,
+                                           int begin, int count, const Threshold& threshold) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Candidate last = shared.last;
+  const int most_ties = threshold.tied ? threshold.need : 0;
+  int sure_before = shared.above_before + shared.chosen_before, ties_before = shared.equal_before;
+#pragma unroll 1
+  for (int base = 0, turn = 0; base < count; base += kSelectThreads, turn ^= 1) {
+    const int i = base + threadIdx.x, page = begin + i;
+    const unsigned key = i < count ? keys[i] : 0u;
+    const bool inside = i < count && threshold.range.holds(key);
+    const bool best = key > last.key || (key == last.key && page <= last.page);
+    const bool sure = i < count && (key > threshold.range.high || (inside && !threshold.tied && best));
+    const bool tie = inside && threshold.tied;
+    const unsigned sure_votes = __ballot_sync(kFullWarp, sure), tie_votes = __ballot_sync(kFullWarp, tie);
+    if (lane == 0) shared.counts[turn][warp] = __popc(sure_votes) | __popc(tie_votes) << 16;
+    __syncthreads();
+    const unsigned counts = lane < kSelectWarps ? shared.counts[turn][lane] : 0u;
+    const unsigned all = __reduce_add_sync(kFullWarp, counts);
+    const unsigned before = __reduce_add_sync(kFullWarp, lane < warp ? counts : 0u);
+    const unsigned lower = (1u << lane) - 1u;
+    const int ties = ties_before + (before >> 16) + __popc(tie_votes & lower);
+    if (sure || (tie && ties < most_ties)) {
+      const int slot = sure_before + (before & 0xffffu) + __popc(sure_votes & lower) + min(ties, most_ties);
+      list.put(slot, page, physical ? physical[i] : list.table[page]);
+    }
+    sure_before += all & 0xffffu;
+    ties_before += all >> 16;
+  }
+}
+
 __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SelectParams params) {
   extern __shared__ __align__(16) char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  unsigned* keys = reinterpret_cast<unsigned*>(raw + sizeof(Shared));
+  unsigned* keys = reinterpret_cast<unsigned*>(raw + kSharedBytes);
+  int* physical = reinterpret_cast<int*>(keys + params.most_pages);
+  float* room = reinterpret_cast<float*>(physical + params.staged_pages);
   let_next_kernel_start();
 
   const int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Team team{cg::this_cluster(), static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
-
   const int present = pages_of(params.lengths[row], params.page_size);
   const int budget = params.budgets[row];
   const int64_t at = (static_cast<int64_t>(row) * params.kv_heads + head) * params.width;
@@ -105,175 +172,103 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
     return;
   }
 
-  // Blocks that take part: a power of two, each with kPagesPerBlock pages or more.
+  // Blocks that take part: a power of two, each with kPagesPerBlock pages or more.  The others may
+  // leave: the grid is complete only when those that stay are, and they wait for the scores.
   while (team.size > 1 && (team.size / 2) * kPagesPerBlock >= present) team.size /= 2;
-  const int chunk = (present + team.size - 1) / team.size;
-  const int begin = min(present, team.rank * chunk), end = min(present, begin + chunk);
-  for (int i = threadIdx.x; i < kBins; i += kSelectThreads) shared.histogram[0][i] = shared.local[i] = 0;
-  if (threadIdx.x == 0) shared.above = shared.candidates = 0;
-  // Physical pages are needed last; fetched here, they are not waited for.
-  int physical[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int page = begin + i * kSelectThreads + threadIdx.x;
-    physical[i] = page < end ? list.table[page] : 0;
+  if (team.rank >= team.size) return;
+  const int chunk = count_pitch((present + team.size - 1) / team.size);
+  const int begin = min(present, team.rank * chunk), count = min(present, begin + chunk) - begin;
+  const bool staged = count <= params.staged_pages;
+  if (staged) {
+    // Physical pages are needed last; fetched here, they are not waited for.
+    const uint64_t policy = read_once_policy();
+    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+      copy_async<4>(shared_address(physical + i), list.table + begin + i, policy);
+    }
+  }
+  for (int i = threadIdx.x; i < kBins; i += kSelectThreads) {
+    shared.histogram[0][i] = shared.histogram[1][i] = shared.local[i] = 0;
+  }
+  if (threadIdx.x == 0) {
+    shared.above = shared.equal = shared.candidates = 0;
+    shared.last = Candidate{kFixed, -1};
   }
   wait_for_previous_kernel();
 
-  const float* scores;
-  int64_t head_stride;
-  if (params.score_row_stride) {
-    head_stride = params.score_head_stride;
-    scores = params.scores + row * params.score_row_stride + head * kGroup * head_stride;
-  } else {
+  Scores scores{nullptr, params.score_head_stride};
+  const bool packed = params.score_row_stride == 0;
+  if (packed) {
     const int first = params.row_tiles[row], tiles = params.row_tiles[row + 1] - first;
     // A row that did not fit the workspace attends everything.
     if (tiles == 0) {
+      copies_wait();
       list_everything(params, list, present, row, head);
       return;
     }
-    head_stride = static_cast<int64_t>(tiles) * kTile;
-    scores = params.scores + (static_cast<int64_t>(first) * kTile) * (params.kv_heads * kGroup) +
-             head * kGroup * head_stride;
+    scores.stride = static_cast<int64_t>(tiles) * kTile;
+    scores.at = params.scores + (static_cast<int64_t>(first) * kTile) * (params.kv_heads * kGroup) +
+                head * kGroup * scores.stride + begin;
+  } else {
+    scores.at = params.scores + row * params.score_row_stride + head * kGroup * scores.stride + begin;
   }
-  if (team.rank >= team.size) return;
   if (team.rank == 0 && head == 0 && threadIdx.x == 0) params.counts[row] = budget;
 
-  const bool held_fit = chunk <= kHeld * kSelectThreads;
-  HeldScores<kHeld> held;
-  if (held_fit) load_scores(held, scores, head_stride, begin, end);
+  if (staged) {
+    stage(scores, room, count, packed);
+    scores = Scores{room, count_pitch(count)};
+    copies_wait();
+    __syncthreads();
+  }
+  sum_scores(shared, scores, count);
   if (params.lse != nullptr) {
     if (threadIdx.x < kGroup) {
       const int64_t q_head = (static_cast<int64_t>(row) * params.kv_heads + head) * kGroup + threadIdx.x;
       shared.lse[threadIdx.x] = params.lse[q_head] * kLog2e;
     }
     team.sync();
-  } else if (held_fit) {
-    LogSum own[kGroupPower];
-#pragma unroll
-    for (int g = 0; g < kGroupPower; ++g) {
-      own[g] = LogSum{-INFINITY, 0.0f};
-      if (g < kGroup) {
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) own[g].largest = fmaxf(own[g].largest, held.value[i][g < kGroup ? g : 0]);
-        const float largest = fmaxf(own[g].largest, -1e30f);
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-          // The same for the whole block: the special-function unit is what limits these loops.
-          if (begin + i * kSelectThreads < end) {
-            own[g].sum += exp2_approx(held.value[i][g < kGroup ? g : 0] - largest);
-          }
-        }
-      }
-    }
-    join_team(shared, team, own);
   } else {
-    sum_scores(shared, team, scores, head_stride, begin, end);
+    join_team(shared, team);
   }
-  float lse[kGroup];
-#pragma unroll
-  for (int g = 0; g < kGroup; ++g) lse[g] = shared.lse[g];
+  make_keys(shared, scores, keys, begin, count, present - 1);
 
-  // Shares as bit patterns, which sort as the shares do.  The sink and the current page are out.
-  if (!held_fit) {
-    for (int page = begin + threadIdx.x; page < end; page += kSelectThreads) {
-      float values[kGroup];
-#pragma unroll
-      for (int g = 0; g < kGroup; ++g) values[g] = scores[g * head_stride + page] * kLog2e;
-      const bool fixed = page == 0 || page == present - 1;
-      keys[page - begin] = fixed ? ~0u : __float_as_uint(share_of(values, lse));
+  Threshold threshold{kNoKeys, 0, false};
+  // A thread reads the keys that it has written itself.
+  if (budget > 2) threshold = find_threshold(shared, team, keys, count, budget - 2);
+
+  int above = 0, equal = 0;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+    const unsigned key = keys[i];
+    above += key > threshold.range.high;
+    if (threshold.range.holds(key)) {
+      ++equal;
+      if (!threshold.tied) shared.own[atomicAdd(&shared.candidates, 1)] = Candidate{key, begin + i};
     }
-    choose_by_radix(shared, team, keys, begin, end, budget, list);
-    team.sync();  // no block leaves while another one reads its shared memory
-    return;
-  }
-
-  unsigned own_keys[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    own_keys[i] = 0u;
-    if (begin + i * kSelectThreads >= end) continue;
-    const int page = begin + i * kSelectThreads + threadIdx.x;
-    const bool fixed = page == 0 || page == present - 1;
-    own_keys[i] = fixed ? ~0u : __float_as_uint(share_of(held.value[i], lse));
-    if (page < end && !fixed) atomicAdd(&shared.local[share_bin(own_keys[i])], 1u);
-  }
-  add_histogram(shared, team, shared.histogram[0]);
-  unsigned bin = kBins;
-  int need = budget - 2;
-  if (need > 0) {
-    find_bin(shared, team, shared.histogram[0], need);
-    bin = shared.found_bin;
-    need -= shared.found_above;
-    if (shared.found_count > kMaxCandidates) {
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int page = begin + i * kSelectThreads + threadIdx.x;
-        if (page < end) keys[page - begin] = own_keys[i];
-      }
-      team.sync();  // the first histogram is used again
-      choose_by_radix(shared, team, keys, begin, end, budget, list);
-      team.sync();
-      return;
-    }
-  }
-
-  // Pages above the bin are chosen, those in it are candidates.
-  int above = 0;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int page = begin + i * kSelectThreads + threadIdx.x;
-    if (page >= end) continue;
-    const bool fixed = own_keys[i] == ~0u;
-    const unsigned own_bin = share_bin(own_keys[i]);
-    above += fixed || own_bin > bin;
-    if (!fixed && own_bin == bin) shared.own[atomicAdd(&shared.candidates, 1)] = Candidate{own_keys[i], page};
   }
   above = __reduce_add_sync(kFullWarp, above);
-  if (lane == 0 && above) atomicAdd(&shared.above, above);
-  team.sync();
-  if (need > 0) {
-    choose_candidates(shared, team, need);
-  } else {
-    if (warp == 0) {
-      int sum = lane < team.rank ? *team.at(&shared.above, lane) : 0;
-      sum = __reduce_add_sync(kFullWarp, sum);
-      if (lane == 0) {
-        shared.above_before = sum;
-        shared.chosen_before = 0;
-      }
-    }
-    __syncthreads();
+  equal = __reduce_add_sync(kFullWarp, equal);
+  if (threadIdx.x % 32 == 0) {
+    if (above) atomicAdd(&shared.above, above);
+    if (equal) atomicAdd(&shared.equal, equal);
   }
-
+  team.sync();
+  count_before(shared, team);
+  if (threshold.need > 0 && !threshold.tied) rank_candidates(shared, team, threshold.need);
   // This block reads no other's shared memory from here on, and may not leave before all are there.
   team.arrive();
-
-  // Where the chosen pages of each warp go.
-  const Candidate last = shared.last;
-  unsigned votes[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int page = begin + i * kSelectThreads + threadIdx.x;
-    const bool fixed = own_keys[i] == ~0u;
-    const unsigned own_bin = share_bin(own_keys[i]);
-    const bool best = own_bin == bin && (own_keys[i] > last.key || (own_keys[i] == last.key && page <= last.page));
-    votes[i] = __ballot_sync(kFullWarp, page < end && (fixed || own_bin > bin || best));
-    if (lane == 0) shared.counts[i][warp] = __popc(votes[i]);
-  }
-  __syncthreads();
-  int position = shared.above_before + shared.chosen_before;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int count = lane < kSelectWarps ? shared.counts[i][lane] : 0;
-    const int before = __reduce_add_sync(kFullWarp, lane < warp ? count : 0);
-    if (votes[i] >> lane & 1) {
-      list.put(position + before + __popc(votes[i] & ((1u << lane) - 1)), begin + i * kSelectThreads + threadIdx.x,
-               physical[i]);
-    }
-    position += __reduce_add_sync(kFullWarp, count);
-  }
+  write_list(shared, list, staged ? physical : nullptr, keys, begin, count, threshold);
   team.wait();
+}
+
+constexpr int kMostShared = 227 * 1024;
+
+// Most pages of one block of a cluster.
+int most_pages(int64_t max_pages, int cluster) {
+  return count_pitch(static_cast<int>(std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock)));
+}
+
+int shared_bytes(int64_t max_pages, int cluster, int staged_pages) {
+  return kSharedBytes + 4 * (most_pages(max_pages, cluster) + (kGroup + 1) * staged_pages);
 }
 
 // `lse` and `logical` may be 0; `row_tiles` is read where the row stride of the scores is 0.
@@ -302,26 +297,30 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   const int lists = static_cast<int>(rows * kv_heads);
   int cluster = 1;
   while (cluster < kMaxCluster && cluster * kPagesPerBlock < max_pages) cluster *= 2;
-  const int64_t most = std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock);
-  const size_t shared = sizeof(Shared) + sizeof(unsigned) * most;
-  constexpr size_t kMostShared = 227 * 1024;
-  if (shared > kMostShared) {
+  // Many lists keep the GPU busy without many blocks each; shorter ones than the longest need few.
+  while (cluster > 1 && lists * cluster > multiprocessors(device) &&
+         shared_bytes(max_pages, cluster / 2, 0) <= kMostShared / 2) {
+    cluster /= 2;
+  }
+  params.most_pages = most_pages(max_pages, cluster);
+  if (shared_bytes(max_pages, cluster, 0) > kMostShared) {
     TVM_FFI_THROW(ValueError) << max_pages << " pages a request are more than select holds ("
-                              << kMaxCluster * ((kMostShared - sizeof(Shared)) / 4 - 4) << ")";
+                              << kMaxCluster * ((kMostShared - kSharedBytes) / 4 - 4) << ")";
   }
-  // Few pages a thread leave more registers to work with; more than fit are read twice.
-  const bool few = most <= 4 * kSelectThreads;
-  auto kernel = few ? select_kernel<4> : select_kernel<kMostHeld>;
-  static bool prepared[2][kMaxDevices] = {};
-  if (!prepared[few][device]) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
+  // Scores and physical pages of a block go to shared memory, as far as there is room for them.
+  const int room = static_cast<int>((kMostShared - shared_bytes(max_pages, cluster, 0)) / (4 * (kGroup + 1)));
+  params.staged_pages = std::min({params.most_pages, 2 * kPagesPerBlock, room / 4 * 4});
+  static bool prepared[kMaxDevices] = {};
+  if (!prepared[device]) {
+    check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
                "shared memory of the select kernel");
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+    check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                "cluster size of the select kernel");
-    prefer_shared_memory(kernel);
-    prepared[few][device] = true;
+    prefer_shared_memory(select_kernel);
+    prepared[device] = true;
   }
-  launch(kernel, dim3(cluster, lists), kSelectThreads, shared, stream, cluster, params);
+  launch(select_kernel, dim3(cluster, lists), kSelectThreads, shared_bytes(max_pages, cluster, params.staged_pages),
+         stream, cluster, params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select, select);

@@ -1,24 +1,33 @@
-// Finding the pages to choose: histograms and candidates, or a radix search for any case.
+// Finding the last chosen page: histograms over ever smaller ranges of keys, then a ranking.
+//
+// A key is the bit pattern of a page's share (a positive float), which sorts as the share does.
 #pragma once
 
 #include "select_team.cuh"
 
 namespace locks {
 
-struct List {
-  const int* table;
-  int *pages, *logical;
-  __device__ __forceinline__ void put(int slot, int page, int physical) const {
-    pages[slot] = physical;
-    if (logical) logical[slot] = page;
-  }
-  __device__ __forceinline__ void put(int slot, int page) const { put(slot, page, table[page]); }
+// Keys from `low` to `high`, both included.
+struct KeyRange {
+  unsigned low, high;
+  __device__ __forceinline__ bool holds(unsigned key) const { return low <= key && key <= high; }
 };
 
-// Bin of a share in the first histogram: 64 an octave from 2^-32 to 1, the ends take the rest.
+// The key of pages that are always chosen is above all ranges.
+constexpr unsigned kFixed = ~0u;
+constexpr KeyRange kNoKeys{kFixed - 1, kFixed - 1};
+
+// Bins of the first histogram: 64 an octave of shares from 2^-32 to 1, the ends take the rest.
+constexpr unsigned kLowest = (127u - 32u) << 23;
+constexpr int kBinShift = 17;
+
 __device__ __forceinline__ unsigned share_bin(unsigned key) {
-  constexpr unsigned kLowest = (127u - 32u) << 23;
-  return key <= kLowest ? 0u : min((key - kLowest) >> 17, kBins - 1u);
+  return key <= kLowest ? 0u : min((key - kLowest) >> kBinShift, kBins - 1u);
+}
+
+__device__ __forceinline__ KeyRange range_of_bin(unsigned bin) {
+  return KeyRange{bin == 0 ? 0u : kLowest + (bin << kBinShift),
+                  bin == kBins - 1 ? kNoKeys.low - 1u : kLowest + ((bin + 1) << kBinShift) - 1u};
 }
 
 // The block that keeps a bin of a joint histogram: four neighbours together, dealt round.
@@ -39,16 +48,16 @@ __device__ __forceinline__ void add_histogram(Shared& shared, Team& team, unsign
   team.sync();
 }
 
-// Finds, in the joint histogram of one digit, the bin that holds the `need`-th largest key:
-// shared.found_bin, and in shared.found_above the keys in higher bins.
-__device__ void find_bin(Shared& shared, Team& team, unsigned* histogram, unsigned need) {
+// Finds, in a joint histogram, the bin that holds the `need`-th largest key: shared.found_bin, in
+// shared.found_above the keys in higher bins, in shared.found_count those in it.
+__device__ __forceinline__ void find_bin(Shared& shared, Team& team, unsigned* histogram, unsigned need) {
   constexpr int kPerThread = kBins / kSelectThreads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Thread t has the bins from the top: kBins - 1 - kPerThread * t and below.
   const int top = kBins - kPerThread * (threadIdx.x + 1);
   const uint4 counts = *reinterpret_cast<const uint4*>(team.at(histogram, bin_owner(team, top)) + top);
   const unsigned bins[kPerThread] = {counts.w, counts.z, counts.y, counts.x};
-  unsigned own = bins[0] + bins[1] + bins[2] + bins[3];
+  const unsigned own = bins[0] + bins[1] + bins[2] + bins[3];
   unsigned sum = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -57,9 +66,7 @@ __device__ void find_bin(Shared& shared, Team& team, unsigned* histogram, unsign
   }
   if (lane == 31) shared.warp_sums[warp] = sum;
   __syncthreads();
-  unsigned before = sum - own;
-#pragma unroll
-  for (int i = 0; i < kSelectWarps; ++i) before += i < warp ? shared.warp_sums[i] : 0;
+  unsigned before = sum - own + __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_sums[lane] : 0u);
   if (before < need && need <= before + own) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
@@ -75,107 +82,46 @@ __device__ void find_bin(Shared& shared, Team& team, unsigned* histogram, unsign
 }
 
 struct Threshold {
-  unsigned key;
-  unsigned ties;  // how many of the pages with exactly this key are chosen
+  KeyRange range;  // holds the last chosen page; all pages above it are chosen
+  int need;        // how many of the pages in the range are
+  bool tied;       // the range is one key with too many pages to rank: the lower pages are chosen
 };
 
-// The key of the `need`-th largest of the team's keys (need >= 1 and at most their number).
-__device__ Threshold find_threshold(Shared& shared, Team& team, const unsigned* keys, int count, unsigned need) {
-  constexpr int kShifts[3] = {21, 10, 0};
-  constexpr unsigned kMasks[3] = {2047, 2047, 1023};
-  unsigned prefix = 0, prefix_mask = 0;
-#pragma unroll
-  for (int pass = 0; pass < 3; ++pass) {
+// Narrows the keys down to a range that holds the `need`-th largest one (need >= 1) and few others.
+// The team has synchronised since the first two histograms were cleared.
+__device__ __forceinline__ Threshold find_threshold(Shared& shared, Team& team, const unsigned* keys, int count,
+                                                    int need) {
+  KeyRange range{0u, kNoKeys.low - 1u};
+#pragma unroll 1
+  for (int level = 0;; ++level) {
+    const int shift = max(0, 21 - __clz(range.high - range.low));
+    static_assert(kBins == 1 << 11, "a range is split into at most kBins parts");
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-      unsigned key = keys[i];
-      if (key != ~0u && (key & prefix_mask) == prefix) {
-        atomicAdd(&shared.local[(key >> kShifts[pass]) & kMasks[pass]], 1u);
-      }
+      const unsigned key = keys[i];
+      if (range.holds(key)) atomicAdd(&shared.local[level == 0 ? share_bin(key) : (key - range.low) >> shift], 1u);
     }
-    add_histogram(shared, team, shared.histogram[pass]);
-    find_bin(shared, team, shared.histogram[pass], need);
-    prefix |= shared.found_bin << kShifts[pass];
-    prefix_mask |= kMasks[pass] << kShifts[pass];
+    unsigned* histogram = shared.histogram[level % 3];
+    add_histogram(shared, team, histogram);
+    // All blocks have read the one of the level before: it is the next but one.
+    for (int i = threadIdx.x; i < kBins; i += kSelectThreads) shared.histogram[(level + 2) % 3][i] = 0;
+    find_bin(shared, team, histogram, need);
     need -= shared.found_above;
+    const unsigned low = range.low + (shared.found_bin << shift);
+    range = level == 0 ? range_of_bin(shared.found_bin) : KeyRange{low, low + (1u << shift) - 1u};
+    const bool few = shared.found_count <= kMostCandidates;
+    if (few || range.low == range.high) return Threshold{range, need, !few};
   }
-  return Threshold{prefix, need};
 }
 
-// Position of this thread's item among the marked items of the block before it, and their number.
-__device__ __forceinline__ unsigned rank_in_block(Shared& shared, bool marked, unsigned& total) {
+// What each block learns of the blocks before it: pages above the range, and pages in it.
+__device__ __forceinline__ void count_before(Shared& shared, Team& team) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  unsigned votes = __ballot_sync(kFullWarp, marked);
-  __syncthreads();
-  if (lane == 0) shared.warp_sums[warp] = __popc(votes);
-  __syncthreads();
-  unsigned before = 0;
-  total = 0;
-#pragma unroll
-  for (int i = 0; i < kSelectWarps; ++i) {
-    before += i < warp ? shared.warp_sums[i] : 0;
-    total += shared.warp_sums[i];
-  }
-  return before + __popc(votes & ((1u << lane) - 1));
-}
-
-// Chooses by exact keys of all pages in shared memory: any number of pages, any ties.
-__device__ void choose_by_radix(Shared& shared, Team& team, const unsigned* keys, int begin, int end, int budget,
-                                const List& list) {
-  for (int i = threadIdx.x; i < kBins; i += kSelectThreads) {
-    shared.histogram[0][i] = shared.histogram[1][i] = shared.histogram[2][i] = 0;
-    shared.local[i] = 0;
-  }
-  team.sync();
-  Threshold threshold{~0u, 0};
-  if (budget > 2) threshold = find_threshold(shared, team, keys, end - begin, budget - 2);
-
-  // Chosen pages of this block, then of the blocks before it.
-  int above = 0, equal = 0;
-  for (int i = threadIdx.x; i < end - begin; i += kSelectThreads) {
-    bool fixed = keys[i] == ~0u;
-    above += fixed || keys[i] > threshold.key;
-    equal += !fixed && keys[i] == threshold.key;
-  }
-  if (threadIdx.x == 0) shared.above = shared.equal = 0;
-  __syncthreads();
-  above = __reduce_add_sync(kFullWarp, above);
-  equal = __reduce_add_sync(kFullWarp, equal);
-  if (threadIdx.x % 32 == 0) {
-    atomicAdd(&shared.above, above);
-    atomicAdd(&shared.equal, equal);
-  }
-  team.sync();
-  unsigned position = 0, ties_before = 0;
-  for (int block = 0; block < team.rank; ++block) {
-    position += *team.at(&shared.above, block);
-    ties_before += *team.at(&shared.equal, block);
-  }
-  position += min(ties_before, threshold.ties);
-
-  for (int base = 0; base < end - begin; base += kSelectThreads) {
-    const int i = base + threadIdx.x;
-    const unsigned key = i < end - begin ? keys[i] : 0u;
-    const bool fixed = key == ~0u;
-    const bool tie = i < end - begin && !fixed && key == threshold.key;
-    unsigned ties, chosen;
-    const unsigned tie_rank = rank_in_block(shared, tie, ties);
-    const bool take = fixed || key > threshold.key || (tie && ties_before + tie_rank < threshold.ties);
-    const unsigned rank = rank_in_block(shared, take, chosen);
-    if (take) list.put(position + rank, begin + i);
-    position += chosen;
-    ties_before += ties;
-  }
-}
-
-// Chooses the best `need` of the candidates that all blocks have in the bin of the threshold, in
-// shared.all; sets shared.last to the last one chosen, and counts the chosen pages of earlier blocks.
-__device__ __forceinline__ void choose_candidates(Shared& shared, Team& team, int need) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Candidates and chosen pages of each block, by the first warp.
   if (warp == 0) {
-    int count = 0, above = 0;
+    int count = 0, equal = 0, above = 0;
     if (lane < team.size) {
       count = *team.at(&shared.candidates, lane);
+      equal = *team.at(&shared.equal, lane);
       above = *team.at(&shared.above, lane);
     }
     int sum = count;
@@ -186,13 +132,20 @@ __device__ __forceinline__ void choose_candidates(Shared& shared, Team& team, in
     }
     if (lane < team.size) shared.from[lane + 1] = sum;
     above = __reduce_add_sync(kFullWarp, lane < team.rank ? above : 0);
+    equal = __reduce_add_sync(kFullWarp, lane < team.rank ? equal : 0);
     if (lane == 0) {
       shared.from[0] = 0;
       shared.above_before = above;
+      shared.equal_before = equal;
       shared.chosen_before = 0;
     }
   }
   __syncthreads();
+}
+
+// Ranks the candidates of all blocks, in shared.all: shared.last becomes the `need`-th best, and
+// shared.chosen_before the chosen ones of earlier blocks.
+__device__ __forceinline__ void rank_candidates(Shared& shared, Team& team, int need) {
   const int total = shared.from[team.size];
   Candidate mine{0u, 0};
   int block = 0;
@@ -204,6 +157,7 @@ __device__ __forceinline__ void choose_candidates(Shared& shared, Team& team, in
   __syncthreads();
   if (threadIdx.x < total) {
     int better = 0;
+#pragma unroll 4
     for (int i = 0; i < total; ++i) {
       const Candidate other = shared.all[i];
       better += other.key > mine.key || (other.key == mine.key && other.page < mine.page);

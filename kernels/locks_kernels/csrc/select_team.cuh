@@ -19,11 +19,12 @@ constexpr int kGroupPower = kGroup <= 1 ? 1 : kGroup <= 2 ? 2 : kGroup <= 4 ? 4 
 
 constexpr int kSelectThreads = 512;
 constexpr int kSelectWarps = kSelectThreads / 32;
+constexpr int kParts = kSelectWarps / kGroupPower;  // warps that share a query head
 constexpr int kMaxCluster = 16;
 constexpr int kBins = 2048;
-constexpr int kMaxCandidates = kSelectThreads;
-// Most pages of a thread that stay in registers, and the pages that are worth a block of their own.
-constexpr int kMostHeld = kGroup <= 8 ? 8 : 4;
+// More than this are ranked (every one against all) more slowly than their range is split.
+constexpr int kMostCandidates = 96;
+// Pages that are worth a block of their own.
 constexpr int kPagesPerBlock = 2048;
 
 struct LogSum {
@@ -43,21 +44,21 @@ struct Candidate {
 };
 
 struct Shared {
-  unsigned histogram[3][kBins];  // of all blocks, a bin on one of them; the first one is the shares'
+  unsigned histogram[3][kBins];  // of all blocks, a bin on one of them
   unsigned local[kBins];
   unsigned warp_sums[kSelectWarps];
-  LogSum partial[kSelectWarps][kGroupPower];
+  LogSum partial[kParts][kGroupPower];
   LogSum block_sums[kGroupPower];
   float lse[kGroupPower];
   unsigned found_bin, found_above, found_count;
-  int above, equal;                        // pages of this block above the threshold, and at it
-  int candidates;                          // pages of this block in the bin of the threshold
-  Candidate own[kMaxCandidates];
-  Candidate all[kMaxCandidates];
-  int from[kMaxCluster + 1];               // where each block's candidates begin in `all`
-  int above_before, chosen_before;
-  Candidate last;                          // the last chosen candidate
-  int counts[kMostHeld][kSelectWarps];     // chosen pages by warp
+  int above, equal;  // pages of this block above the threshold, and at it
+  int candidates;    // pages of this block in the range of the threshold
+  Candidate own[kMostCandidates];
+  Candidate all[kMostCandidates];
+  int from[kMaxCluster + 1];  // where each block's candidates begin in `all`
+  int above_before, equal_before, chosen_before;
+  Candidate last;  // the last chosen candidate
+  unsigned counts[2][kSelectWarps];
 };
 
 // The blocks that work on one list.
@@ -83,42 +84,12 @@ struct Team {
   }
 };
 
-// Joins the LogSums of a warp's lanes: afterwards lane i has the total of head i % kGroupPower.
-__device__ __forceinline__ LogSum join_warp(const LogSum (&own)[kGroupPower]) {
-  const int lane = threadIdx.x % 32;
-  LogSum totals[kGroupPower];
-#pragma unroll
-  for (int g = 0; g < kGroupPower; ++g) totals[g] = own[g];
-  // Halve the heads that a lane is responsible for while exchanging the other half.
-#pragma unroll
-  for (int half = kGroupPower / 2; half > 0; half /= 2) {
-    const bool upper = lane & half;
-#pragma unroll
-    for (int g = 0; g < half; ++g) {
-      LogSum keep = upper ? totals[g + half] : totals[g], give = upper ? totals[g] : totals[g + half];
-      totals[g] = join(keep, LogSum{__shfl_xor_sync(kFullWarp, give.largest, half),
-                                    __shfl_xor_sync(kFullWarp, give.sum, half)});
-    }
-  }
-#pragma unroll
-  for (int step = kGroupPower; step < 32; step *= 2) {
-    totals[0] = join(totals[0], LogSum{__shfl_xor_sync(kFullWarp, totals[0].largest, step),
-                                       __shfl_xor_sync(kFullWarp, totals[0].sum, step)});
-  }
-  return totals[0];
-}
-
-// LSE of each query head over the team's pages, from each thread's part.
-__device__ __forceinline__ void join_team(Shared& shared, Team& team, const LogSum (&own)[kGroupPower]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  LogSum total = join_warp(own);
-  if (lane < kGroupPower) shared.partial[warp][lane] = total;
-  __syncthreads();
-  // Thread (head, warp): 16 neighbouring lanes hold what they join.
-  const int head = threadIdx.x / kSelectWarps, other = threadIdx.x % kSelectWarps;
-  if (threadIdx.x < kGroupPower * kSelectWarps) {
-    total = shared.partial[other][head];
-  }
+// LSE of each query head over the team's pages, from the warps' parts in shared.partial.
+__device__ __forceinline__ void join_team(Shared& shared, Team& team) {
+  // Thread (head, part or block): 16 neighbouring lanes hold what they join.
+  const int head = threadIdx.x / 16, other = threadIdx.x % 16;
+  const bool takes_part = head < kGroupPower;
+  LogSum total{-INFINITY, 0.0f};
   auto join_16 = [&] {
 #pragma unroll
     for (int step = 1; step < 16; step *= 2) {
@@ -127,19 +98,17 @@ __device__ __forceinline__ void join_team(Shared& shared, Team& team, const LogS
     }
   };
   static_assert(kSelectWarps == 16 && kMaxCluster == 16, "join_16");
+  __syncthreads();
+  if (takes_part && other < kParts) total = shared.partial[other][head];
   join_16();
   if (team.size > 1) {
-    if (threadIdx.x < kGroupPower * kSelectWarps && other == 0) shared.block_sums[head] = total;
+    if (takes_part && other == 0) shared.block_sums[head] = total;
     team.sync();
     total = LogSum{-INFINITY, 0.0f};
-    if (threadIdx.x < kGroupPower * kSelectWarps && other < team.size) {
-      total = *team.at(&shared.block_sums[head], other);
-    }
+    if (takes_part && other < team.size) total = *team.at(&shared.block_sums[head], other);
     join_16();
   }
-  if (threadIdx.x < kGroupPower * kSelectWarps && other == 0) {
-    shared.lse[head] = total.largest + log2_approx(total.sum);
-  }
+  if (takes_part && other == 0) shared.lse[head] = total.largest + log2_approx(total.sum);
   __syncthreads();
 }
 
