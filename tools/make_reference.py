@@ -17,6 +17,7 @@ from typing import Any
 
 import locks_kernels
 import pages
+from locks_kernels import precompile
 from locks_sglang import cli, demo_model, refusals
 from locks_sglang.config import DEFAULT_PAGE_SIZE, argument_name, flag_name, options
 from locks_sglang.telemetry import METRICS
@@ -116,7 +117,8 @@ def command_line() -> str:
         for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    return "\n\n".join(f"```text\n{_help(p)}\n```" for p in (check, demo_model.make_parser()))
+    parsers = (check, demo_model.make_parser(), precompile.make_parser())
+    return "\n\n".join(f"```text\n{_help(p)}\n```" for p in parsers)
 
 
 PARTS: dict[str, Callable[[], str]] = {
