@@ -172,7 +172,17 @@ def version_of_sources(root: Path) -> str:
     match = (
         re.search(r"^__version__ = version = '([^']+)'", path.read_text(), re.M) if path.is_file() else None
     )
-    return match[1] if match else UNKNOWN
+    if match:
+        return match[1]
+    # An editable install of a checkout need not have that file.
+    return sglang_version() if _is_installed(root) else UNKNOWN
+
+
+def _is_installed(root: Path) -> bool:
+    try:
+        return sglang_root().resolve() == root.resolve()
+    except LocksError:
+        return False
 
 
 def _release(number: str) -> tuple[int, ...]:

@@ -97,5 +97,16 @@ def test_options_of_newer_versions_are_not_asked_of_older_ones(
         assert not any(re.search(rf"^    {field}: ", old, re.M) for field in newer)
 
 
+def test_version_of_an_editable_install(
+    installed_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout that SGLang was installed from in place may lack the file that states its version."""
+    (tmp_path / "sglang").mkdir()
+    assert compat.version_of_sources(tmp_path) == compat.UNKNOWN
+    monkeypatch.setattr(compat, "sglang_root", lambda: tmp_path)
+    assert compat.version_of_sources(tmp_path) == compat.sglang_version() != compat.UNKNOWN
+    assert compat.version_of_sources(installed_sources) == compat.sglang_version()
+
+
 def test_all_contracts_hold_on_the_newest_sglang(newest_sources: Path) -> None:
     assert [check for check in compat.run_checks(newest_sources) if not check.ok] == []
