@@ -1,4 +1,4 @@
-"""Below which context attending everything is faster than selecting: the default of --sparse-decode-min-len.
+"""Below which context attending everything is faster than selecting: --sparse-decode-min-len.
 
     python benchmark/short_context.py --out benchmark/results
 
@@ -54,11 +54,9 @@ def measure(context: int, form: str, budget: int, behind: Behind) -> list[dict]:
     case = Case("glm4-9b-1m", 4, 8, 128, context, 1, form, budget // kernel_floor.PAGE)
     inputs = Inputs(case, with_values=True)
     rows = []
-    dense = partial(kernel_floor.flashinfer_us, inputs, 15)
-    kernel_floor.graph_us = lambda calls, _: behind.us(calls[0])
-    timed = dense()
-    if timed is not None:
-        rows.append(kernel_floor.row(case, "dense", "flashinfer", 0, timed))
+    dense = kernel_floor.flashinfer_call(inputs)
+    if dense is not None:
+        rows.append(kernel_floor.row(case, "dense", "flashinfer", 0, behind.us(dense)))
     table = torch.zeros(1, TABLE_PAGES, dtype=torch.int32, device="cuda")
     table[:, : case.row_pages] = inputs.page_table
     inputs.page_table = table
