@@ -135,6 +135,7 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
         tokens = generated_tokens(runner, context=arguments.budget - 150)
         print("CHECK " + json.dumps({"variant": arguments.child, "tokens": tokens}), flush=True)
     fill_pool(runner)
+    unprofiled: list[dict[str, Any]] = []
     for batch, context in grid:
         row = {
             "variant": arguments.child,
@@ -151,6 +152,13 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
             print(f"{batch} x {context} does not fit into {runner.max_total_num_tokens} tokens; not run")
             continue
         row |= measure(runner, batch, context, arguments)
+        if arguments.profile:
+            unprofiled.append(row)
+        else:
+            print("ROW " + json.dumps(row), flush=True)
+    # Last: after a profile every replay of this process is slower (0.7 ms here), profiled or not.
+    for row in unprofiled:
+        row |= profile_case(runner, row["batch"], row["context"], arguments)
         print("ROW " + json.dumps(row), flush=True)
     return 0
 
@@ -196,34 +204,54 @@ def fill_pool(runner: Any) -> None:
 
 
 def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Median step time of one case."""
+    """Median step time of one case, and of its CUDA graph alone."""
+    import torch
+    from graph_timing import replay_times
+    from sglang.benchmark import one_batch
+
+    with torch.no_grad():
+        batch, extra = ready_batch(runner, batch_size, context, arguments)
+        tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
+        times = []
+        with replay_times() as graph_times:
+            for step in range(WARM_UP + arguments.steps):
+                one_batch.synchronize(runner.device)
+                start = time.perf_counter()
+                tokens, _ = one_batch.decode(tokens, batch, runner)
+                one_batch.synchronize(runner.device)
+                if step >= WARM_UP:
+                    times.append(1e3 * (time.perf_counter() - start))
+        replays = graph_times()[WARM_UP:] if torch.cuda.is_available() else []
+    return {
+        "step_ms": round(statistics.median(times), 4),
+        "step_ms_min": round(min(times), 4),
+        "step_ms_max": round(max(times), 4),
+        "graph_ms": round(statistics.median(replays), 4) if replays else None,
+        **extra,
+    }
+
+
+def profile_case(
+    runner: Any, batch_size: int, context: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Where the time of a step of one case goes; see ``step_profile``."""
     import torch
     from sglang.benchmark import one_batch
     from step_profile import profile
 
     with torch.no_grad():
-        batch, extra = (
-            prefilled(runner, batch_size, context)
-            if arguments.prefill
-            else filled(runner, batch_size, context)
-        )
+        batch, _ = ready_batch(runner, batch_size, context, arguments)
         tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
-        times = []
-        for step in range(WARM_UP + arguments.steps):
-            one_batch.synchronize(runner.device)
-            start = time.perf_counter()
-            tokens, _ = one_batch.decode(tokens, batch, runner)
-            one_batch.synchronize(runner.device)
-            if step >= WARM_UP:
-                times.append(1e3 * (time.perf_counter() - start))
-        if arguments.profile:
-            extra |= profile(lambda: one_batch.decode(tokens, batch, runner))
-    return {
-        "step_ms": round(statistics.median(times), 4),
-        "step_ms_min": round(min(times), 4),
-        "step_ms_max": round(max(times), 4),
-        **extra,
-    }
+        for _ in range(WARM_UP):
+            one_batch.decode(tokens, batch, runner)
+        return profile(lambda: one_batch.decode(tokens, batch, runner))
+
+
+def ready_batch(
+    runner: Any, batch_size: int, context: int, arguments: argparse.Namespace
+) -> tuple[Any, dict[str, Any]]:
+    prepare = prefilled if arguments.prefill else filled
+    return prepare(runner, batch_size, context)
 
 
 def generated_tokens(runner: Any, context: int, batch_size: int = 2, steps: int = 24) -> list[list[int]]:

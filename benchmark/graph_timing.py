@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -29,3 +30,30 @@ def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> tuple[
         times.append(1000 * start.elapsed_time(end) / len(calls))
     times = times[WARM_UP:]
     return statistics.median(times), min(times), max(times)
+
+
+@contextmanager
+def replay_times() -> Iterator[Callable[[], list[float]]]:
+    """GPU milliseconds of every ``CUDAGraph.replay`` inside the block, by calling what it yields.
+
+    What a step takes beyond this is the host's: planning, sampling, waiting.
+    """
+    original = torch.cuda.CUDAGraph.replay
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        original(graph)
+        end.record()
+        pairs.append((start, end))
+
+    def read() -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    try:
+        yield read
+    finally:
+        torch.cuda.CUDAGraph.replay = original  # type: ignore[method-assign]
