@@ -134,11 +134,15 @@ def _gpu(gpu: Gpu) -> str:
 def _kernels(result: Result) -> str:
     machine = result.machine
     assert machine is not None
-    if machine.kernels_missing:
-        return f"Triton on a GPU, slower than CUDA: {machine.kernels_missing}"
+    usable = machine.gpus and machine.torch_sees_gpu
     compiler = f"nvcc {machine.nvcc_version or 'of unknown release'} ({machine.nvcc})"
-    if not (machine.gpus and machine.torch_sees_gpu):
-        return f"torch on the CPU; {compiler} can compile those for a GPU"
+    if not usable:
+        missing = machine.kernels_missing
+        return "torch on the CPU; CUDA kernels " + (
+            f"cannot be compiled here: {missing}" if missing else f"can be compiled by {compiler}"
+        )
+    if machine.kernels_missing:
+        return f"Triton, slower than CUDA: {machine.kernels_missing}"
     if result.model and not result.refusal:
         return f"CUDA, {_compiled(result.model, result.config, machine.gpus[0])}; {compiler}"
     return f"CUDA, compiled at first use; {compiler}"

@@ -164,7 +164,7 @@ def test_machine_with_nothing() -> None:
     shown = screen(of(NOTHING))
     assert "GPU none" in shown
     assert "flashinfer none" in shown
-    assert "Triton on a GPU, slower than CUDA: no CUDA compiler (nvcc)" in shown
+    assert "torch on the CPU; CUDA kernels cannot be compiled here: no CUDA compiler (nvcc)" in shown
     assert "locked memory: at most 8 MiB" in shown
 
 
@@ -186,7 +186,7 @@ def test_grace_hopper() -> None:
             "2 x NVIDIA H200, sm_90",
         ),
         (replace(GRACE, gpus=(Gpu("NVIDIA GB10", "580.65", (12, 1), 0),)), "memory unknown"),
-        (replace(GRACE, kernels_missing="no nvcc"), "Triton on a GPU, slower than CUDA: no nvcc"),
+        (replace(GRACE, kernels_missing="no nvcc"), "Triton, slower than CUDA: no nvcc"),
     ],
 )
 def test_what_is_not_as_it_should_be(described: Machine, said: str) -> None:
@@ -232,14 +232,15 @@ def test_compiler_release() -> None:
 
 
 def test_numa_nodes(tmp_path: Path) -> None:
-    for number, cpus, memory in ((10, "", 98566144), (0, "0-71", 497025920), (2, "", 0)):
+    for number, cpus, memory in ((10, "", 98566144), (0, "0-71", 497025920), (2, "72-143", 7), (3, "", 0)):
         node = tmp_path / f"node{number}"
         node.mkdir()
         (node / "cpulist").write_text(f"{cpus}\n")
         (node / "meminfo").write_text(
             f"Node {number} MemTotal:       {memory} kB\nNode {number} MemFree: 1 kB\n"
         )
-    assert machine.numa_nodes(tmp_path) == (NumaNode(0, "0-71", 497025920), NumaNode(10, "", 98566144))
+    expected = (NumaNode(0, "0-71", 497025920), NumaNode(2, "72-143", 7), NumaNode(10, "", 98566144))
+    assert machine.numa_nodes(tmp_path) == expected
     assert machine.numa_nodes(tmp_path / "none") == ()
 
 
