@@ -19,11 +19,12 @@ EXAMPLE = dict(
     for line in (DOCKER / "env.example").read_text().splitlines()
     if line and not line.startswith("#")
 )
-_VARIABLE = re.compile(r"\$\{(\w+):([-?])([^}]*)\}")
+_VARIABLE = re.compile(r"\$\{(\w+):([-?])([^{}]*)\}")
+_OPTIONAL = re.compile(r"\$\{(\w+):\+([^{}]*)\$\{\1:-\}\}")
 
 
 def interpolated(variables: dict[str, str]) -> dict[str, Any]:
-    """The service as compose reads it: ``${NAME:-default}`` and ``${NAME:?error}``."""
+    """The service as compose reads it: ``${A:-default}``, ``${A:?error}`` and ``${A:+text ${A:-}}``."""
 
     def value(match: re.Match[str]) -> str:
         name, kind, rest = match.groups()
@@ -33,7 +34,12 @@ def interpolated(variables: dict[str, str]) -> dict[str, Any]:
             raise KeyError(rest)
         return rest
 
-    return yaml.safe_load(_VARIABLE.sub(value, COMPOSE))["services"]["server"]
+    def optional(match: re.Match[str]) -> str:
+        name, text = match.groups()
+        return text + variables[name] if variables.get(name) else ""
+
+    text = _VARIABLE.sub(value, _OPTIONAL.sub(optional, COMPOSE))
+    return yaml.safe_load(text)["services"]["server"]
 
 
 def flags(model: Path, **variables: str) -> list[str]:
@@ -42,15 +48,16 @@ def flags(model: Path, **variables: str) -> list[str]:
 
 
 def test_every_variable_is_understood_and_in_the_example() -> None:
-    used = {match[0] for match in _VARIABLE.findall(COMPOSE)}
-    assert len(re.findall(r"\$", COMPOSE)) == len(_VARIABLE.findall(COMPOSE))
-    assert used == set(EXAMPLE)
+    plain, optional = _VARIABLE.findall(COMPOSE), _OPTIONAL.findall(COMPOSE)
+    assert COMPOSE.count("$") == len(plain) + 2 * len(optional)
+    assert {match[0] for match in (*plain, *optional)} == set(EXAMPLE)
 
 
 def test_the_example_is_the_default() -> None:
     for name, kind, default in _VARIABLE.findall(COMPOSE):
         if kind == "-":
             assert EXAMPLE[name] == default, name
+    assert all(EXAMPLE[name] == "" for name, _ in _OPTIONAL.findall(COMPOSE))
 
 
 def test_defaults_are_those_of_the_flags(prepare: Callable[..., Any], model: Path) -> None:
