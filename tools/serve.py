@@ -244,6 +244,9 @@ def fail(reason: str, log_path: Path) -> NoReturn:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server's whole process tree; a second signal, as make sends one, must not cut this short."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     tree = []
     with suppress(psutil.NoSuchProcess):
         tree = psutil.Process(process.pid).children(recursive=True)
