@@ -41,9 +41,10 @@ def register_hooks(hooks: tuple[Hook, ...]) -> None:
 
 def enable_process(config: LocksConfig, process: Process) -> None:
     """Check version and contracts and register this process's hooks."""
+    root = compat.sglang_root()
     compat.check_version(compat.sglang_version(), config.allow_untested)
-    compat.require(compat.run_checks(compat.sglang_root()))
-    register_hooks(hooks_for(process))
+    compat.require(compat.run_checks(root))
+    register_hooks(hooks_for(process, compat.has_seams(root)))
 
 
 def attach(server_args: Any, config: LocksConfig) -> None:

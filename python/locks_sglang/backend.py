@@ -77,15 +77,24 @@ def upgrade(backend: Any, state: SparseDecode) -> None:
     Raises:
         LocksError: its class is not one that sparse decode was made for.
     """
-    original = type(backend)
-    if original.__name__ not in SUPPORTED_BACKENDS:
+    adapt(backend)
+    backend.__class__ = make_sparse_class(type(backend))
+    backend.locks = state
+
+
+def adapt(backend: Any) -> None:
+    """Check a backend that is to decode sparse, and spare prefill on a CPU needless work.
+
+    Raises:
+        LocksError: its class is not one that sparse decode was made for.
+    """
+    name = type(backend).__name__
+    if name not in SUPPORTED_BACKENDS:
         raise LocksError(
-            f"--sparse-decode does not work with the attention backend {original.__name__}; "
+            f"--sparse-decode does not work with the attention backend {name}; "
             f"legal: {', '.join(SUPPORTED_BACKENDS)}"
         )
-    backend.__class__ = make_sparse_class(original)
-    backend.locks = state
-    if original.__name__ == "TorchNativeAttnBackend":
+    if name == "TorchNativeAttnBackend":
         backend._run_sdpa_forward_extend = partial(run_extend, backend._run_sdpa_forward_extend)
 
 

@@ -15,8 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .config import LocksError
-from .hooks import HOOKS, Hook
+from .hooks import Hook, needed
 from .refusals import REFUSALS, REFUSED_VARIABLES
+from .seams import INTERFACE, SEAMS, Seam
 
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
 UNKNOWN = "unknown"
@@ -94,7 +95,8 @@ def check_version(found: str, allow_untested: bool) -> None:
 
 def run_checks(root: Path) -> list[Check]:
     """Check every contract against the sources below ``root`` (the folder of ``sglang``)."""
-    checks = check_hooks(root, HOOKS)
+    seams = has_seams(root)
+    checks = [*(check_seams(root) if seams else []), *check_hooks(root, needed(seams))]
     for kind, rows, names_of in (
         ("method", _METHODS, _method_names),
         ("field", _FIELDS, _field_names),
@@ -111,7 +113,17 @@ def run_checks(root: Path) -> list[Check]:
 
 def check_hooks(root: Path, hooks: tuple[Hook, ...]) -> list[Check]:
     """Check the contracts of some hooks alone."""
-    return [_check_hook(root, hook) for hook in hooks]
+    return [_check_function(root, hook) for hook in hooks]
+
+
+def has_seams(root: Path) -> bool:
+    """Whether this SGLang has an interface for sparse decode, complete or not."""
+    return _find_module(root, INTERFACE)[1] == [INTERFACE.rpartition(".")[2]]
+
+
+def check_seams(root: Path) -> list[Check]:
+    """Check the contracts of the interface: all of it is used, or none."""
+    return [_check_function(root, seam) for seam in SEAMS]
 
 
 def require(checks: list[Check]) -> None:
@@ -125,7 +137,7 @@ def require(checks: list[Check]) -> None:
         )
 
 
-def _check_hook(root: Path, hook: Hook) -> Check:
+def _check_function(root: Path, hook: Hook | Seam) -> Check:
     function = _find_function(root, hook.target)
     if function is None:
         return Check(hook.target, hook.purpose, False, "not found")

@@ -190,10 +190,15 @@ def flag_name(name: str) -> str:
     return "--" + argument_name(name).replace("_", "-")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to SGLang's parser; ``--config`` YAML files accept them too."""
+def add_arguments(parser: argparse.ArgumentParser, selector: bool = True) -> None:
+    """Add the flags to SGLang's parser; ``--config`` YAML files accept them too.
+
+    Without ``selector`` all but ``--sparse-decode``, which an SGLang with seams has itself.
+    """
     group = parser.add_argument_group("sparse decode (locks-sglang)")
     for option in options():
+        if option.name == "selector" and not selector:
+            continue
         group.add_argument(
             flag_name(option.name),
             default=option.default,

@@ -25,6 +25,8 @@ class Hook:
         binding: what the source must declare it as.
         parameters: the leading parameter names that the handler relies on.
         purpose: one line for ``python -m locks_sglang check``.
+        seam: the seam that replaces it where SGLang has an interface for sparse decode
+            (``seams.py``); empty where none does.
     """
 
     target: str
@@ -34,6 +36,7 @@ class Hook:
     binding: Literal["function", "method", "staticmethod", "classmethod"]
     parameters: tuple[str, ...]
     purpose: str
+    seam: str = ""
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
@@ -49,6 +52,7 @@ HOOKS = (
         "staticmethod",
         ("parser",),
         "flags",
+        "add_cli_args",
     ),
     Hook(
         f"{_ARGS}.from_cli_args",
@@ -58,6 +62,7 @@ HOOKS = (
         "classmethod",
         ("cls", "args"),
         "configuration from the command line",
+        "config_from_cli_args",
     ),
     Hook(
         f"{_ARGS}.check_server_args",
@@ -67,6 +72,7 @@ HOOKS = (
         "method",
         ("self",),
         "refused options",
+        "check_server_args",
     ),
     Hook(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
@@ -76,6 +82,7 @@ HOOKS = (
         "method",
         ("self", "vocab_size"),
         "per-request options (400 on bad ones)",
+        "verify_request",
     ),
     Hook(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
@@ -85,6 +92,7 @@ HOOKS = (
         "classmethod",
         ("cls", "server_args"),
         "handshake with the schedulers",
+        "register_sparse_decode_method",
     ),
     Hook(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
@@ -94,6 +102,7 @@ HOOKS = (
         "method",
         ("self", "kvc", "num_layers"),
         "memory: summaries in the bytes a token",
+        "get_cell_size",
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
@@ -103,6 +112,7 @@ HOOKS = (
         "method",
         ("self", "pre_model_load_memory"),
         "memory: workspaces",
+        "get_workspace_bytes",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._init_post_memory_pool_components",
@@ -112,6 +122,7 @@ HOOKS = (
         "method",
         ("self",),
         "summaries beside the KV pool",
+        "init_state",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
@@ -122,6 +133,7 @@ HOOKS = (
         "function",
         ("model_runner", "backend_str", "init_new_workspace"),
         "sparse decode over the user's attention backend",
+        "decode",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
@@ -131,6 +143,7 @@ HOOKS = (
         "method",
         ("self", "forward_batch"),
         "summaries of completed pages",
+        "on_pages_completed",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
@@ -140,6 +153,7 @@ HOOKS = (
         "method",
         ("self", "reqs"),
         "per-request policy",
+        "on_requests_allocated",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
@@ -149,6 +163,7 @@ HOOKS = (
         "method",
         ("self",),
         "status for the handshake and /server_info",
+        "register_sparse_decode_method",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
@@ -158,6 +173,7 @@ HOOKS = (
         "method",
         ("self", "recv_req"),
         "counters for /server_info",
+        "get_internal_state",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.metrics_reporter"
@@ -168,6 +184,7 @@ HOOKS = (
         "method",
         ("self",),
         "decode log line",
+        "report_decode_stats",
     ),
     Hook(
         "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.__init__",
@@ -177,9 +194,16 @@ HOOKS = (
         "method",
         ("self", "labels"),
         "Prometheus metrics",
+        "init_metrics",
     ),
 )
 
 
-def hooks_for(process: Process) -> tuple[Hook, ...]:
-    return tuple(hook for hook in HOOKS if hook.process == process)
+def hooks_for(process: Process, has_seams: bool = False) -> tuple[Hook, ...]:
+    """The hooks of a kind of process, without those that SGLang's seams replace."""
+    return tuple(hook for hook in needed(has_seams) if hook.process == process)
+
+
+def needed(has_seams: bool) -> tuple[Hook, ...]:
+    """The table, without the rows that SGLang's seams replace where it has them."""
+    return tuple(hook for hook in HOOKS if not (has_seams and hook.seam))

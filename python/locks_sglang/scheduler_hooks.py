@@ -82,9 +82,15 @@ def _local_kv_heads(kvc: Any) -> int:
 
 
 def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
-    """Allocate the state beside the KV pool, after the last checks of what was resolved."""
+    """Allocate the state beside the KV pool, and let decode graphs end with the summaries."""
     if model_runner.is_draft_worker:
         return
+    create_state(model_runner)
+    model_runner.capture_tail_hooks.append(_build_in_graph)
+
+
+def create_state(model_runner: Any) -> SparseDecode:
+    """Allocate the state beside the KV pool, after the last checks of what was resolved."""
     config = config_of(model_runner.server_args)
     if config != inherited_config():
         raise LocksError("this scheduler did not get the sparse-decode options of its server")
@@ -114,6 +120,7 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
     model_runner.capture_tail_hooks.append(_build_in_graph)
     kv_bytes = sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True))
     state.log_start(kv_bytes, pool.size)
+    return state
 
 
 def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
