@@ -202,6 +202,8 @@ class SparseDecode:
             layer.scaling,
             width=self.geometry.width,
             workspace=self._workspace,
+            # Tables and records are older than this layer's own projections.
+            settled=True,
         )
         tap = self._taps.get(index) if self._taps else None
         if tap is not None:
@@ -216,6 +218,8 @@ class SparseDecode:
             step.page_table,
             step.seq_lens,
             layer.scaling,
+            # Only straight after score_select may the kernel begin before it has ended.
+            budgets=step.budgets if tap is None else None,
             workspace=self._workspace,
         )
         return output
