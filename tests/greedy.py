@@ -12,9 +12,11 @@ from typing import Any
 from server import ON_GPU
 
 # From float32 to bf16 the difference of the demo model's two best logits moved by 0.27 at most, and the
-# best token changed only where it was below 0.11 (31 of 700 positions of tests/data/harbour.txt).
+# best token changed only where it was below 0.11 (31 of 700 positions of tests/data/harbour.txt); with
+# sparse decode at 8 pages by 0.17 at most (50 positions).
 NEAR_TIE = 0.3 if ON_GPU else 0.0
-# A comparison that ends before this many tokens has shown nothing: take another prompt.
+# A comparison that ends before this many tokens has shown nothing: take another prompt. Those of the tests
+# were chosen by their gaps on a CPU.
 ENOUGH = 2
 
 ASKED = {"return_logprob": True, "top_logprobs_num": 2}
@@ -55,7 +57,9 @@ class Tally:
 tally = Tally()
 
 
-def assert_same_tokens(found: Greedy, expected: Greedy, near_tie: float = NEAR_TIE) -> int:
+def assert_same_tokens(
+    found: Greedy, expected: Greedy, near_tie: float = NEAR_TIE, enough: int = ENOUGH
+) -> int:
     """The same tokens, up to a near tie that fell the other way. Returns how many are the same."""
     assert len(found.tokens) == len(expected.tokens)
     same = next(
@@ -71,5 +75,5 @@ def assert_same_tokens(found: Greedy, expected: Greedy, near_tie: float = NEAR_T
             f"by {gap:.3f}: {found.tokens} instead of {expected.tokens}"
         )
         tally.near_ties += 1
-        assert same >= ENOUGH, f"near tie at token {same}: next to nothing was compared"
+        assert same >= enough, f"near tie at token {same}: next to nothing was compared"
     return same

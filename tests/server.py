@@ -8,6 +8,8 @@ Where there is a GPU the server runs on it; otherwise it runs on the CPU with th
 """
 
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
@@ -65,6 +67,16 @@ class Server:
     def log(self) -> str:
         """All that the server has printed so far."""
         return self.log_path.read_text(errors="replace")
+
+    def find_in_log(self, pattern: str, since: int = 0, count: int = 1) -> list[Any]:
+        """`re.findall` in the log from character `since`, once it finds `count` or after ten seconds.
+
+        An answer may reach its client before the step that it ended is logged.
+        """
+        deadline = time.monotonic() + 10
+        while len(found := re.findall(pattern, self.log[since:])) < count and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
 
     def post(self, path: str, body: Any = None, **arguments: Any) -> requests.Response:
         """POST without raising on an error status: for tests of refusals."""
@@ -283,10 +295,17 @@ def _stop_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of 127.0.0.1 that nothing listens on, and that no other worker of pytest-xdist is given.
+
+    It is bound seconds later, so it is none of those (32768 and up) that the system gives to whoever asks.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = range(20000 + worker, 32768, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    for port in random.SystemRandom().sample(ports, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 20000 and 32767")
 
 
 def _json(answer: requests.Response) -> dict[str, Any]:

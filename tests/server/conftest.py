@@ -31,8 +31,8 @@ ODD = ("--chunked-prefill-size", str(CHUNK), "--disable-radix-cache")
 ODD_FLAGS = (*SMALL_POOL, *LOCKS, *ODD, *(("--disable-cuda-graph",) if ON_GPU else ()))
 # Tests that show on a GPU what they show on a CPU; those of files *_gpu.py run on a GPU alone.
 ALSO_ON_GPU = (
-    *("exact_budget", "exact_reuse", "exact_batches", "exact_selection", "cpu_and_gpu"),
-    *("chunked_prefill", "per_request", "observed"),
+    *("exact_budget", "exact_reuse", "exact_batches", "exact_selection", "across_devices"),
+    *("chunked_prefill", "per_request", "observed", "tensor_parallel"),
 )
 
 # Importing it takes as long as a server takes to do so, and only servers need it.
@@ -174,9 +174,10 @@ def how_much_was_compared(
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test of this folder; bound each, since a server that hangs would hold the whole run."""
-    for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    if not ON_GPU:  # there all start at once
+        items[:] = [item for item in items if item not in here] + in_order_of_servers(here)
+    for item in here:
         item.add_marker("server")
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300 if ON_GPU else 900))
@@ -186,3 +187,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip("needs an NVIDIA GPU"))
         elif ON_GPU and item.path.stem.removeprefix("test_") in ALSO_ON_GPU:
             item.add_marker("gpu")
+
+
+def in_order_of_servers(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Files that need the same servers follow each other: a pool of two then starts each server once."""
+    server_of = {"dense_server": "dense", "dense_tokens": "dense", "locks": "locks", "odd": "odd"}
+    order = [{"dense"}, {"dense", "locks"}, {"locks"}, {"locks", "odd"}]
+    needed: dict[Path, set[str]] = {}
+    for item in items:
+        found = {server_of[name] for name in getattr(item, "fixturenames", ()) if name in server_of}
+        needed.setdefault(item.path, set()).update(found)
+
+    def place(item: pytest.Item) -> int:
+        return order.index(needed[item.path]) if needed[item.path] in order else len(order)
+
+    return sorted(items, key=place)

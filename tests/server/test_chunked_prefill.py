@@ -12,15 +12,15 @@ def chunks_of(traced: Traced) -> int:
 
 def test_odd_chunks(odd: Traced, locks: Traced, words: list[int]) -> None:
     before = chunks_of(odd)
-    run = odd.run(words[:647], 8)
+    run = odd.run(words[380:1027], 8)
     assert chunks_of(odd) - before == 647 // CHUNK
     assert_all_rows(run, layers=30)
     assert_selects(run, BUDGET // PAGE)
-    assert_same(run, locks.alone(words[:647], 8))
+    assert_same(run, locks.alone(words[380:1027], 8))
 
 
 def test_requests_share_a_chunk(odd: Traced, locks: Traced, words: list[int]) -> None:
-    prompts = [words[:301], words[600:1007]]
+    prompts = [words[490:740], words[910:1160]]
     runs = odd.together(prompts, 8)
     for run, prompt in zip(runs, prompts, strict=True):
         assert_same(run, locks.alone(prompt, 8))
@@ -28,8 +28,8 @@ def test_requests_share_a_chunk(odd: Traced, locks: Traced, words: list[int]) ->
 
 def test_cache_on_and_off(odd: Traced, locks: Traced, words: list[int]) -> None:
     """The server without a prefix cache selects what the other selects on pages that it shares."""
-    prompt, new = words[100:580], 8
-    locks.run(words[100:400], 2)
+    prompt, new = words[160:640], 8
+    locks.run(words[160:460], 2)
     partly = locks.run(prompt, new)
     wholly = locks.run(prompt, new)
     assert (partly.cached_tokens, wholly.cached_tokens) == (288, 464)

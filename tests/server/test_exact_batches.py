@@ -5,7 +5,7 @@ from traced import BUDGET, LONG, PAGE, Traced, assert_same, assert_same_pages, a
 
 
 def test_requests_join_and_leave(locks: Traced, words: list[int]) -> None:
-    asked = [(words[:480], LONG), (words[700:900], 4), (words[300:611], 8)]
+    asked = [(words[160:640], LONG), (words[740:940], 4), (words[600:911], 8)]
     cold = [locks.alone(prompt, new) for prompt, new in asked]
     locks.server.flush_cache()
     first = locks.start(*asked[0])
@@ -20,7 +20,7 @@ def test_requests_join_and_leave(locks: Traced, words: list[int]) -> None:
 
 
 def test_abort_while_decoding(locks: Traced, words: list[int]) -> None:
-    asked = [(words[:480], LONG), (words[300:611], 8)]
+    asked = [(words[160:640], LONG), (words[600:911], 8)]
     cold = [locks.alone(prompt, new) for prompt, new in asked]
     locks.server.flush_cache()
     bystander = locks.start(*asked[0])
@@ -42,7 +42,7 @@ def test_retracted_and_resumed(locks: Traced, words: list[int]) -> None:
     SGLang then takes one of them out, and resumes it later by a prefill over its prompt and its tokens so
     far. That prefill is dense, so from there on the request equals one that came with all these tokens.
     """
-    prompts = [words[start : start + 190] for start in range(0, 600, 100)]
+    prompts = [words[start : start + 190] for start in (50, 350, 450, 700, 750, 900)]
     new = 24
     metrics = locks.server.metrics()
     runs = locks.together(prompts, new)
@@ -58,8 +58,8 @@ def test_retracted_and_resumed(locks: Traced, words: list[int]) -> None:
     undisturbed = next(run for run in runs if not run.meta["num_retractions"])
     assert_same(undisturbed, locks.alone(undisturbed.prompt, new))
 
-    for run in retracted:
-        assert_same_tokens(run.greedy, locks.alone(run.prompt, new).greedy)
+    for run in retracted:  # a dense prefill and sparse steps leave other keys, which may turn a near tie
+        assert_same_tokens(run.greedy, locks.alone(run.prompt, new).greedy, near_tie=0.3)
     if len(retracted) > 1:
         return  # how far each had come is not known
     (run,) = retracted
@@ -67,9 +67,9 @@ def test_retracted_and_resumed(locks: Traced, words: list[int]) -> None:
     assert 0 < generated < new - 1
     known = [*run.prompt, *run.tokens[:generated]]
     before, resumed = locks.alone(run.prompt, new), locks.alone(known, new - generated)
-    same = len(run.prompt) + assert_same_tokens(run.greedy, before.greedy)
-    until = min(same, len(known) - 1)
+    same = assert_same_tokens(run.greedy.until(generated), before.greedy.until(generated))
+    until = min(len(run.prompt) + same, len(known) - 1)
     assert_same_pages(run.rows_until(until), before.rows_until(until))
-    same = len(known) + assert_same_tokens(run.greedy.since(generated), resumed.greedy)
+    same = len(known) + assert_same_tokens(run.greedy.since(generated), resumed.greedy, enough=0)
     rows = {row: pages for row, pages in run.rows_after(len(known)).items() if row[0] <= same}
     assert_same_pages(rows, resumed.rows_until(same))

@@ -84,13 +84,14 @@ def test_counters_count_every_row(locks: Traced, words: list[int]) -> None:
 def test_decode_log_line(locks: Traced, words: list[int]) -> None:
     seen = len(locks.server.log)
     run = locks.run(words[:640], 9)
-    lines = re.findall(
+    expected = (len(run.tokens) - 1) // 2  # one every two steps
+    lines = locks.server.find_in_log(
         r"Sparse decode, #sparse-row: (\d+), #dense-row: (\d+), pages attended: (\d+) of (\d+) "
         r"\(([\d.]+) %\), #summary: (\d+), retained mass: ([\d.]+)\n",
-        locks.server.log[seen:],
+        seen,
+        expected,
     )
-    # One every two steps.
-    assert len(lines) >= (len(run.tokens) - 1) // 2
+    assert len(lines) >= expected
     assert sum(int(line[5]) for line in lines) >= 640 // PAGE - 1
     for sparse, dense, attended, available, share, _, mass in lines[1:]:
         assert int(dense) == 0

@@ -20,10 +20,10 @@ REFUSED = [
 
 
 def test_dense_beside_sparse(locks: Traced, dense_tokens: Callable, words: list[int]) -> None:
-    prompt, new = words[300:611], 8
-    expected, cold = dense_tokens(prompt, new), locks.alone(words[:480], LONG)
+    prompt, new = words[540:851], 8
+    expected, cold = dense_tokens(prompt, new), locks.alone(words[160:640], LONG)
     locks.server.flush_cache()
-    sparse = locks.start(words[:480], LONG)
+    sparse = locks.start(words[160:640], LONG)
     sparse.wait_for_rows(1)
     dense = locks.start(prompt, new, {"mode": "dense"})
     run = dense.result()
@@ -57,9 +57,9 @@ def test_openai_api(locks: Traced) -> None:
 
 def test_refused_with_400(locks: Traced, words: list[int]) -> None:
     new = 8 + LONG
-    cold = locks.alone(words[:190], new)
+    cold = locks.alone(words[350:540], new)
     locks.server.flush_cache()
-    other = locks.start(words[:190], new)
+    other = locks.start(words[350:540], new)
     other.wait_for_rows(1)
     for options, legal in REFUSED:
         for path, body in bodies(options).items():
