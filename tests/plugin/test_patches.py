@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -122,15 +121,8 @@ def test_lost_seam(patched_sources: Path, tmp_path: Path, seam: Seam, how: str) 
 def run_tests(patched_sources: Path) -> Callable[..., str]:
     """`run_tests(*files)`: pytest on the patched SGLang, in a process of its own; its closing lines."""
 
-    path = [patched_sources]
-    if find_spec("datasets") is None:
-        # SGLang's test helpers import it on the way to what these tests do not use.
-        path.append(patched_sources.parent / "stubs")
-        path[-1].mkdir()
-        (path[-1] / "datasets.py").write_text("load_dataset = None\n")
-
     def run(*files: Path) -> str:
-        env = cpu_stand_ins.environment({**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))})
+        env = cpu_stand_ins.environment({**os.environ, "PYTHONPATH": str(patched_sources)})
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"]
         ran = subprocess.run(
             [*command, *map(str, files)], env=env, capture_output=True, text=True, timeout=600, check=False
