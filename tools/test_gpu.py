@@ -28,8 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmark"))
 import results_file  # noqa: E402
 
-# Each compiles what the tests of a few files load, many libraries at a time.
-PREBUILD = ("tests/kernels/prebuild.py", "tests/kernels/test_score_gpu.py")
+# What the servers load is compiled first: it takes about as long as a server takes to ask for it. Then each
+# of the others compiles what the tests of a few files load, many libraries at a time.
+FOR_SERVERS = ("-m", "locks_kernels.precompile", "--geometry", "9x3x64")
+PREBUILD = (("tests/kernels/prebuild.py",), ("tests/kernels/test_score_gpu.py",))
 PARTS = {
     "kernels": ["tests/kernels", *map(str, sorted(ROOT.glob("tests/plugin/test_*_gpu.py")))],
     "server": ["tests/server"],
@@ -91,14 +93,19 @@ def start(part: str, arguments: argparse.Namespace, folder: Path) -> subprocess.
         pytest.append(f"--demo-model={arguments.demo_model.resolve()}")
     script = shlex.join([*pytest, *arguments.pytest])
     if part == "kernels":
-        compilers = "".join(f"{shlex.join([sys.executable, path])} & " for path in PREBUILD)
-        script = f"{compilers} wait; {script}{' -n 4' if find_spec('xdist') else ''}"
+        first, *others = (shlex.join([sys.executable, *command]) for command in (FOR_SERVERS, *PREBUILD))
+        workers = " -n 4" if find_spec("xdist") else ""
+        script = f"{first}; {' & '.join(others)} & wait; {script}{workers}"
     path = [str(ROOT / "python"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     with (folder / f"{part}.log").open("wb") as log:
         return subprocess.Popen(
             ["bash", "-c", script],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            env={
+                "OMP_NUM_THREADS": "4",
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            },
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
