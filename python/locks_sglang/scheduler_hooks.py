@@ -117,7 +117,6 @@ def create_state(model_runner: Any) -> SparseDecode:
             f"{charged * config.page_size * pages} were charged to the KV pool"
         )
     runtime.activate(state)
-    model_runner.capture_tail_hooks.append(_build_in_graph)
     kv_bytes = sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True))
     state.log_start(kv_bytes, pool.size)
     return state
