@@ -81,7 +81,6 @@ class LocksMethod(SparseDecodeMethod):
         from .scheduler_hooks import create_state
 
         super().init_state(model_runner)
-        self._runner = model_runner
         self._state: SparseDecode = create_state(model_runner)
 
     def init_attention_backend(self, attn_backend: Any) -> None:
@@ -109,9 +108,9 @@ class LocksMethod(SparseDecodeMethod):
         self._state.finish_forward(out_cache_loc)
 
     def on_forward_end(self, forward_batch: Any, can_run_graph: bool) -> None:
-        from .scheduler_hooks import model_runner_forward
-
-        model_runner_forward(SimpleNamespace(can_run_graph=can_run_graph), self._runner, forward_batch)
+        super().on_forward_end(forward_batch, can_run_graph)
+        if forward_batch.forward_mode.is_decode():
+            self._state.finish_step(forward_batch)
 
     def on_requests_allocated(self, reqs: Sequence[Any], req_pool_indices: Sequence[int]) -> None:
         self._state.policy.write(req_pool_indices, reqs)

@@ -24,12 +24,15 @@ def patched_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def behind_seams(
-    demo_model: Path, patched_sources: Path, tmp_path_factory: pytest.TempPathFactory
+    demo_model: Path,
+    patched_sources: Path,
+    backend: tuple[str, ...],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Traced]:
     """A server on the patched SGLang with the flags of the fixture ``locks``."""
     folder = tmp_path_factory.mktemp("behind_seams")
     trace = folder / "trace.jsonl"
-    flags = (*SMALL_POOL, *LOCKS, "--sparse-decode-trace-file", str(trace))
+    flags = (*SMALL_POOL, *LOCKS, *backend, "--sparse-decode-trace-file", str(trace))
     with launch(demo_model, *flags, log_dir=folder, env={"PYTHONPATH": str(patched_sources)}) as server:
         yield Traced(server, trace, {})
 
