@@ -6,6 +6,8 @@ VENV := .venv
 VENV_NEWEST := .venv-newest
 MODEL := .models/SmolLM2-135M-Instruct
 PYTEST_FLAGS ?=
+# Processes that run tests. Each may have two servers up, which take 3 GB each.
+PYTEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # More threads than this are slower on the CPU, and two servers share the cores in the tests.
@@ -21,13 +23,13 @@ serve: model ## environment, demo model, server with sparse decode, one answer; 
 	@$(BIN)/python tools/serve.py --model $(MODEL) $(SERVE_FLAGS)
 
 test: lint model ## environment, lint, types, all tests
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
 test-gpu: model ## the GPU tests (kernels, servers), with a result file if GPU_FLAGS="--machine-name NAME"
 	@$(BIN)/python tools/test_gpu.py --demo-model $(MODEL) $(GPU_FLAGS)
 
 test-newest: env-newest model ## the server tests on the newest SGLang known to work (slow: a second environment)
-	@$(VENV_NEWEST)/bin/python -m pytest tests/server $(PYTEST_FLAGS)
+	@$(VENV_NEWEST)/bin/python -m pytest tests/server -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
 env: ## the virtual environment alone
 	@tools/env.sh $(VENV) $(SGLANG) requirements/cpu.txt

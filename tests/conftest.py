@@ -9,6 +9,7 @@ import pytest
 import torch
 from locks_sglang import cpu_stand_ins
 from locks_sglang import demo_model as demo
+from parallel import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
 # Their assertions explain themselves as those of test files do.
 pytest.register_assert_rewrite("greedy", "probed", "traced")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import source_tree
 import torch
+from filelock import FileLock
 from locks_sglang import compat, cpu_stand_ins
 from plugin_process import AtLoad
 
@@ -98,14 +99,16 @@ def installed_sources() -> Path:
 def newest_sources() -> Path:
     """Folder with the Python sources of the newest SGLang, from its wheel on PyPI."""
     folder = CACHE / f"sglang-{NEWEST}"
-    if not folder.is_dir():
-        try:
-            _fetch(f"sglang=={NEWEST}", folder)
-        except subprocess.CalledProcessError as error:
-            reason = f"sglang=={NEWEST} could not be downloaded: {error.stderr.strip()[-300:]}"
-            if os.environ.get("CI") == "true":
-                pytest.fail(reason)
-            pytest.skip(reason)
+    CACHE.mkdir(exist_ok=True)
+    with FileLock(CACHE / "lock"):  # one worker of pytest-xdist downloads, the others wait
+        if not folder.is_dir():
+            try:
+                _fetch(f"sglang=={NEWEST}", folder)
+            except subprocess.CalledProcessError as error:
+                reason = f"sglang=={NEWEST} could not be downloaded: {error.stderr.strip()[-300:]}"
+                if os.environ.get("CI") == "true":
+                    pytest.fail(reason)
+                pytest.skip(reason)
     return folder
 
 

@@ -10,11 +10,15 @@ from traced import BUDGET, PAGE, SMALL_POOL, Traced, assert_all_rows, assert_sam
 NEW = 8
 
 
-@pytest.fixture(params=["quest", "oracle"])
-def other(request: pytest.FixtureRequest, traced_server: Callable[..., Traced]) -> Traced:
-    return traced_server(
-        *SMALL_POOL, "--sparse-decode", request.param, "--sparse-decode-budget", str(BUDGET)
-    )
+@pytest.fixture(scope="module", params=["quest", "oracle"])
+def selector(request: pytest.FixtureRequest) -> str:
+    """All tests of one selector come before the other's server starts."""
+    return request.param
+
+
+@pytest.fixture
+def other(selector: str, traced_server: Callable[..., Traced]) -> Traced:
+    return traced_server(*SMALL_POOL, "--sparse-decode", selector, "--sparse-decode-budget", str(BUDGET))
 
 
 def test_budget_that_covers_the_context(other: Traced, dense_tokens: Callable, words: list[int]) -> None:
