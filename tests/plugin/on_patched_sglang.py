@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_runner
 from locks_sglang import activation, plugin
 from locks_sglang.config import SELECTORS, LocksConfig, LocksError, argument_name, flag_name
 from plugin_process import AtLoad
@@ -157,3 +158,15 @@ def test_process_without_the_plugin_ends(
     with pytest.raises(ValueError, match="'locks'; registered in this process: none"):
         ModelRunner.maybe_create_sparse_decode(runner)
     assert "LOCKS_SGLANG_CONFIG" in os.environ
+
+
+def test_graph_builds_summaries_once(launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    args = launched("--sparse-decode", "locks")
+    bags = SimpleNamespace(kernel=args)
+    monkeypatch.setattr("sglang.srt.model_executor.model_runner.get_exec", lambda: bags)
+    runner = small_runner.make(args, monkeypatch)
+    ModelRunner.maybe_create_sparse_decode(runner)
+    ModelRunner.maybe_init_sparse_decode(runner)
+    assert small_runner.built_by_a_graph(runner) == 1
