@@ -122,10 +122,11 @@ class Captured:
         self.lists = [torch.zeros(rows, rig.kv_heads, width, dtype=torch.int32) for _ in self.queries]
         self.counts = torch.zeros(rows, dtype=torch.int32)
         layers = iter(range(rig.layers))
+        workspace = torch.zeros_like(self.lists[0])  # as on a GPU: the next layer writes over it
 
         def score_select(*args: Any, **kwargs: Any) -> Selection:
-            lists = self.lists[next(layers)]
-            return Selection(lists, lists, self.counts)
+            workspace.copy_(self.lists[next(layers)])
+            return Selection(workspace, workspace, self.counts)
 
         monkeypatch.setattr(runtime, "score_select", score_select)
         monkeypatch.setattr(runtime, "attend", lambda queries, *args, **kwargs: (queries, None))

@@ -141,6 +141,18 @@ def test_what_lies_past_the_lists_does_not_matter() -> None:
         assert torch.equal(one, two)
 
 
+def test_no_two_entries_go_to_one_place() -> None:
+    """A GPU writes them in any order."""
+    rig = Rig(CONFIG, [1, 40, 300, 96])
+    adapter = with_emulation(rig, 4)
+    rig.step([1, 40, 300, 96], rig.queries(4))
+    counts = torch.tensor([1, 3, 4, 4]).view(4, 1, 1).expand(4, rig.kv_heads, 1)
+    inside = torch.arange(96 // PAGE) < counts
+    places = adapter._buffers.places[:4]
+    assert places[inside].sort().values.tolist() == list(range(int(inside.sum())))
+    assert (places[~inside] == len(adapter._buffers.indices) - 1).all()
+
+
 def test_buckets_and_workspace() -> None:
     assert [bucket(rows) for rows in (1, 2, 3, 4, 5, 160)] == [1, 2, 4, 4, 8, 256]
     geometry = Geometry(32, 4, 128, 100, 128, torch.bfloat16)
