@@ -49,7 +49,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 def sources() -> set[str]:
     """Files of the two packages, named as in a wheel."""
-    folders = {"python": ["**/*.py"], "kernels": ["**/*.py", "**/*.cu", "**/*.cuh"]}
+    folders = {"python": ["**/*.py", "**/*.json"], "kernels": ["**/*.py", "**/*.cu", "**/*.cuh"]}
     return {
         str(path.relative_to(ROOT / folder))
         for folder, patterns in folders.items()

@@ -20,6 +20,7 @@ import pages
 from locks_kernels import precompile
 from locks_sglang import cli, demo_model, refusals
 from locks_sglang.config import DEFAULT_PAGE_SIZE, argument_name, flag_name, options
+from locks_sglang.plan import command as plan
 from locks_sglang.telemetry import METRICS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
@@ -117,7 +118,7 @@ def command_line() -> str:
         for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    parsers = (check, demo_model.make_parser(), precompile.make_parser())
+    parsers = (check, plan.make_parser(), demo_model.make_parser(), precompile.make_parser())
     return "\n\n".join(f"```text\n{_help(p)}\n```" for p in parsers)
 
 

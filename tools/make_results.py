@@ -1,4 +1,4 @@
-"""Write the measured parts of docs/results.md and README.md from benchmark/results/*.json.
+"""Write the measured parts of the pages, and the planner's costs, from benchmark/results/*.json.
 
 python tools/make_results.py            # update the pages and the figures
 python tools/make_results.py --check    # exit status 1 if a page is out of date
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import plan_report
 import quality_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,6 +169,7 @@ def figures() -> None:
 
     folder = ROOT / "docs" / "figures"
     plots.step_time(needed("decode_step")["rows"], folder / "step_time.svg")
+    plots.plan(plan_report.pairs(needed("decode_step")), folder / "plan.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     if served := newest("throughput"):
         plots.throughput(served["rows"], folder / "throughput.svg")
@@ -180,6 +182,13 @@ PAGES = {
         "cpu_step": cpu_step,
         "cpu_throughput": lambda: throughput("cpu"),
     },
+    ROOT / "docs" / "plan.md": {
+        "constants": lambda: plan_report.constants(needed("decode_step")),
+        "points": lambda: plan_report.points(needed("decode_step")),
+        "gh200_host": plan_report.gh200_host,
+        "gh200_one": plan_report.gh200_one,
+        "gh200_plans": plan_report.gh200_plans,
+    },
     ROOT / "docs" / "quality.md": {"quality": quality, "quality_not_run": quality_not_run},
     ROOT / "README.md": {"gains": gains},
 }
@@ -191,6 +200,8 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if out of date")
     arguments = parser.parse_args()
+    if not arguments.check:
+        plan_report.write_costs(needed("decode_step"))
     current = [
         pages.update(path, parts, arguments.check, "python tools/make_results.py")
         for path, parts in PAGES.items()

@@ -1,4 +1,4 @@
-"""``python -m locks_sglang {check, demo-model}``."""
+"""``python -m locks_sglang {check, plan, demo-model}``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ def main(argv: list[str] | None = None) -> int:
         from .demo_model import main as demo_model
 
         return demo_model(rest)
+    if arguments.command == "plan":
+        from .plan.command import main as plan
+
+        return plan(rest)
     if rest:
         make_parser().error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -35,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_check(commands.add_parser("check", help="will it run here?", epilog=check.EXIT_STATUS))
+    commands.add_parser("plan", help="what fits on a GPU, and how fast it decodes", add_help=False)
     commands.add_parser("demo-model", help="make the small demo model", add_help=False)
     return parser
 

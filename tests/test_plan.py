@@ -1,0 +1,274 @@
+"""`python -m locks_sglang plan`: against measured steps, arithmetic by hand, and as a command."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from locks_sglang import cli
+from locks_sglang.config import LocksConfig, LocksError
+from locks_sglang.plan import capacity, command, costs
+from locks_sglang.plan.machines import MACHINES
+from locks_sglang.plan.model import read
+from locks_sglang.plan.step import TIERS, StepBytes, step_bytes, step_ms
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import make_results  # noqa: E402
+import plan_report  # noqa: E402
+
+GLM_FILE = ROOT / "benchmark/models/glm4-9b-1m-kv4.json"
+GLM = read(GLM_FILE)
+PAPER = LocksConfig(selector="locks", summary="r4i4", budget=2048)
+GIB = 2**30
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return folder
+
+
+def plan(*flags: str, context: int = 65536) -> dict[str, dict[str, Any]]:
+    """Rows by tier for GLM-4-9B-Chat-1M."""
+    arguments = ["--model", str(GLM_FILE), "--context", str(context), *flags]
+    return {r["tier"]: r for r in command.make_plan(command.make_parser().parse_args(arguments))["rows"]}
+
+
+def numbers(fixed: costs.Costs) -> dict[str, float]:
+    return {name: value for name, value in asdict(fixed).items() if name != "source"}
+
+
+def test_every_measured_step_within_15_percent() -> None:
+    rows = plan_report.usable(make_results.needed("decode_step")["rows"])
+    assert {plan_report.tier_of(row) for row in rows} == {"dense", "resident"} and len(rows) >= 20
+    errors = {}
+    for row in rows:
+        point = (row["variant"], row["batch"], row["context"])
+        errors[point] = plan_report.predict(row, costs.load()) / row["step_ms"] - 1
+    assert {point: error for point, error in errors.items() if abs(error) > 0.15} == {}
+
+
+def test_costs_are_those_of_the_newest_steps() -> None:
+    result = make_results.needed("decode_step")
+    found = plan_report.fit(plan_report.usable(result["rows"]), plan_report.source_of(result))
+    assert found.source == costs.load().source, "run: python tools/make_results.py"
+    assert numbers(found) == pytest.approx(numbers(costs.load()), rel=1e-4)
+
+
+def test_a_fit_finds_the_costs_that_steps_were_made_with() -> None:
+    made = costs.Costs(0.4, 60.0, 70.0, 30.0, 16, "made")
+    rows = [
+        {"model": "glm4-9b-1m-kv4", "batch": batch, "context": context, "format": form, "budget": budget}
+        for batch in (1, 4, 16)
+        for context in (16384, 131072)
+        for form, budget in ((None, None), ("r4i4", 2048), ("r8h", 1024))
+    ]
+    for row in rows:
+        row["step_ms"] = plan_report.predict(row, made)
+        row["graph_ms"] = row["step_ms"] - 0.4
+    assert numbers(plan_report.fit(rows, "made")) == pytest.approx(numbers(made), rel=1e-3)
+
+
+def test_model_by_hand() -> None:
+    assert (GLM.layers, GLM.q_heads, GLM.kv_heads, GLM.head_dim, GLM.context) == (40, 32, 4, 128, 1048576)
+    assert GLM.kv_bytes == 81920
+    attention = 4096 * (4096 + 2 * 512) + 4096 * 4096
+    weights = 40 * (attention + 3 * 4096 * 13696) + 2 * 151552 * 4096
+    assert GLM.weight_bytes == 2 * weights and GLM.step_weight_bytes == 2 * (weights - 151552 * 4096)
+
+
+def test_llama_by_hand(tmp_path: Path) -> None:
+    model = read(write(tmp_path))
+    # Published: 8,030,261,248 parameters, norms included.
+    assert model.weight_bytes == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    assert model.kv_bytes == 131072 and model.head_dim == 128
+    two = read(tmp_path, tp=2)
+    assert (two.q_heads, two.kv_heads, two.kv_bytes) == (16, 4, 65536)
+    assert two.weight_bytes == model.weight_bytes / 2
+    # More ranks than KV heads: each keeps one.
+    assert read(tmp_path, tp=16).kv_heads == 1
+    inner = read(write(tmp_path, text_config=LLAMA, hidden_size=1))
+    assert inner.weight_bytes == model.weight_bytes
+
+
+def test_files_of_weights_count_before_the_configuration(demo_model: Path, tmp_path: Path) -> None:
+    files = read(demo_model)
+    assert files.weight_bytes == (demo_model / "model.safetensors").stat().st_size
+    # Tied embeddings: the table is the output layer, and is read.
+    assert files.step_weight_bytes == files.weight_bytes
+    (tmp_path / "config.json").write_text((demo_model / "config.json").read_text())
+    assert read(tmp_path).weight_bytes == pytest.approx(files.weight_bytes, rel=1e-3)
+    assert read(tmp_path, weights_gib=0.5).weight_bytes == GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"num_local_experts": 8}, 1, "has experts.*legal: models without experts"),
+        ({"kv_lora_rank": 512}, 1, "MLA.*legal: MHA, MQA and GQA"),
+        ({"model_type": "mpt"}, 1, "weights of 'mpt' cannot be counted.*legal: --weights-gib"),
+        ({"quantization_config": {"bits": 4}}, 1, "quantised weights cannot be counted"),
+        ({}, 3, "--tp is 3; legal: a divisor of 32"),
+        ({"num_key_value_heads": 6}, 4, "--tp is 4; legal: .* divides the 6 KV heads"),
+        ({"vocab_size": None}, 1, "has none of padded_vocab_size, vocab_size"),
+    ],
+)
+def test_models_that_are_refused(changes: dict[str, Any], tp: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(LocksError, match=message):
+        read(write(tmp_path, **changes), tp)
+
+
+def test_bytes_by_hand() -> None:
+    kv, record = 81920, 490 * 4 * 40 // 16
+    weights = GLM.step_weight_bytes
+    at = (GLM, PAPER)
+    assert step_bytes(*at, "dense", 3, 10_000) == StepBytes(weights, 0, 30_000 * kv, 0, 0)
+    assert step_bytes(*at, "resident", 3, 10_000) == StepBytes(weights, 30_000 * record, 6144 * kv, 0, 0)
+    host = step_bytes(*at, "host", 3, 10_000, hot_share=0.75)
+    assert host == StepBytes(weights, 30_000 * record, 4608 * kv, 1536 * kv, 3 * kv)
+    assert host.link == 1539 * kv
+    # A request that the budget covers attends everything, and its records are not scored.
+    assert step_bytes(*at, "resident", 2, 2048) == StepBytes(weights, 0, 4096 * kv, 0, 0)
+    with pytest.raises(ValueError, match="legal: dense, resident, host"):
+        step_bytes(*at, "disk", 1, 1)
+
+
+def test_time_by_hand() -> None:
+    fixed = costs.Costs(0.5, 50.0, 60.0, 10.0, 8, "")
+    moved = StepBytes(1_000_000, 2_000_000, 3_000_000, 4_000_000, 5_000_000)
+    h200 = MACHINES["h200"]
+    carried = 6e6 / 4.26e9 + 4e6 / 50e6 + 5e6 / 55e6
+    assert step_ms(GLM, h200, fixed, moved, "dense", 4) == pytest.approx(0.5 + 40 * 0.05 + carried)
+    assert step_ms(GLM, h200, fixed, moved, "host", 4) == pytest.approx(0.5 + 40 * (0.06 + 0.02) + carried)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_largest_batch_fits_and_one_more_does_not(machine: str, tier: str) -> None:
+    at = (GLM, PAPER)
+    batch = capacity.largest_batch(*at, MACHINES[machine], tier, 65536, 0.88)
+    assert batch > 1
+    assert capacity.fits(capacity.need(*at, tier, batch, 65536), MACHINES[machine], 0.88)
+    assert not capacity.fits(capacity.need(*at, tier, batch + 1, 65536), MACHINES[machine], 0.88)
+
+
+def test_dense_batches_are_about_the_papers() -> None:
+    """12, 6 and 3 requests of 64K, 128K and 256K tokens on a GH200 of 96 GB (Table 3)."""
+    found = [
+        plan("--gpu", "gh200-96", context=context)["dense"]["batch"] for context in (65536, 131072, 262144)
+    ]
+    assert [abs(batch - paper) <= 1 for batch, paper in zip(found, (12, 6, 3), strict=True)] == [True] * 3
+
+
+def test_memory_of_the_host_tier() -> None:
+    row = plan("--gpu", "gh200-96", "--format", "r4i4")["host"]
+    memory = row["memory_bytes"]
+    assert memory["host"] == row["batch"] * 65536 * 81920
+    assert memory["summaries"] == row["batch"] * 65536 * 4900
+    # All of the share of the GPU is used, and the cache is at least four times what a step selects.
+    gpu = sum(value for name, value in memory.items() if name != "host")
+    assert gpu == pytest.approx(0.88 * 97871 * 2**20, rel=1e-6)
+    assert memory["hot"] >= 4 * row["batch"] * 2048 * 81920
+    # Half the host's memory ends the batch earlier; a tenth leaves a tenth.
+    assert plan("--gpu", "gh200-96", "--host-gib", "100")["host"]["batch"] == int(
+        90 * GIB / (65536 * 81920)
+    )
+
+
+def test_the_host_tier_is_planned_wherever_it_is() -> None:
+    sources = {gpu: [row["source"] for row in plan("--gpu", gpu).values()] for gpu in MACHINES}
+    assert sources == {
+        "h200": ["predicted", "predicted", "planned"],
+        "gh200-96": ["planned"] * 3,
+        "gh200-144": ["planned"] * 3,
+    }
+
+
+def test_a_larger_hot_share_is_faster() -> None:
+    shares = ("0", "0.5", "0.9", "1")
+    rows = [plan("--gpu", "h200", "--batch", "8", "--hot-share", share)["host"] for share in shares]
+    times = [row["itl_ms"] for row in rows]
+    assert times == sorted(times, reverse=True)
+    # With every page on the GPU only the new KV crosses the link: 8 tokens, 12 us.
+    resident = plan("--gpu", "h200", "--batch", "8")["resident"]["itl_ms"]
+    assert times[-1] - resident == pytest.approx(8 * 81920 / 55e6, abs=2e-3)
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(GLM_FILE), "--gpu", "gh200-96", "--context", "1000000"]
+    assert cli.main(["plan", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert next(line.split()[2] for line in shown.splitlines() if line.startswith("dense ")) == "0"
+    assert cli.main(["plan", *flags, "--batch", "1"]) == 0
+    assert "1 (too many)" in capsys.readouterr().out
+
+
+def test_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(GLM_FILE), "--gpu", "gh200-144", "--context", "131072", "--tp", "2"]
+    assert cli.main(["plan", *flags]) == 0
+    shown = capsys.readouterr().out
+    joined = " ".join(shown.split())
+    assert "gh200-144 x 2, 131,072 tokens a request, r6h, budget 2,048" in joined
+    for assumption in (
+        "375 GB/s to the GPU and 297 GB/s back",
+        "arXiv 2407.07850",
+        "HBM3e reaches 4.35 TB/s",
+        "measured on an NVIDIA H200",
+        "host tier: not built",
+        "90% of the selected pages",
+        "communication between ranks is not counted",
+        "more than 32 requests at a time: extrapolated",
+    ):
+        assert assumption in joined, assumption
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_json_has_the_rows_of_result_files(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(GLM_FILE), "--gpu", "h200", "--context", "131072", "--output-json"]
+    assert cli.main(["plan", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["tier"] for row in found["rows"]] == list(TIERS)
+    for row in found["rows"]:
+        names = (
+            "format budget context batch tokens_per_s itl_ms hot_share link_bytes_per_step gpu_gib host_gib"
+        )
+        assert set(names.split()) <= set(row)
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["itl_ms"], rel=1e-3)
+        assert row["gpu_gib"] < 0.88 * 140.5
+    assert found["assumptions"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--context", "0"], "--context is 0; legal: 1 to 1048576"),
+        (["--context", "2000000"], "--context is 2000000; legal: 1 to 1048576"),
+        (["--hot-share", "90"], "--hot-share is 90.0; legal: 0 to 1"),
+        (["--mem-fraction-static", "-1"], "--mem-fraction-static is -1.0; legal: 0 to 1"),
+        (["--batch", "0"], "--batch is 0; legal: more than 0"),
+        (["--host-gib", "0"], "--host-gib is 0.0; legal: more than 0"),
+        (["--format", "r5x"], "'r5x' is unknown; legal: r{"),
+        (["--budget", "100"], "--sparse-decode-budget is 100; legal: a multiple"),
+        (["--model", "/nowhere"], "--model /nowhere cannot be read"),
+    ],
+)
+def test_options_that_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", "--model", str(GLM_FILE), "--gpu", "h200", "--context", "65536", *flags]
+    assert cli.main(given) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_gpus_that_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--model", str(GLM_FILE), "--gpu", "tpu", "--context", "65536"])
+    assert "gh200-96" in capsys.readouterr().err
