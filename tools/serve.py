@@ -90,7 +90,8 @@ def server_command(args: argparse.Namespace, port: int) -> list[str]:
     command += ["--sparse-decode", args.selector]
     if args.selector != "off":
         command += ["--sparse-decode-budget", str(args.budget)]
-        command += ["--sparse-decode-audit-interval", "1"]
+        # All layers: the first ones alone keep far less than the mean.
+        command += ["--sparse-decode-audit-interval", "1", "--sparse-decode-audit-layers", "1000"]
     command += GPU_FLAGS if has_gpu() else (*cpu_stand_ins.SERVER_FLAGS, "--sleep-on-idle")
     return [*command, *args.flags]
 
