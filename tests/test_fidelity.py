@@ -6,6 +6,7 @@ import independent
 import numpy as np
 import pytest
 import torch
+from attention_cases import DIM, GROUP, HEADS, TOKENS, made_up
 from locks_kernels import EnvelopeLayout, Envelopes, Summaries, SummaryLayout, page_view, score, summarize
 from locks_kernels.reference import select_pages
 from locks_sglang.fidelity import formats, report
@@ -13,24 +14,10 @@ from locks_sglang.fidelity.capture import Capture, rotate
 from locks_sglang.fidelity.experiments import TABLES, Study
 from locks_sglang.fidelity.measure import COMBINE_RULES, Scene, combine, fidelity, ranks, shares
 
-HEADS, GROUP, DIM, TOKENS = 2, 3, 64, 333
-
 
 @pytest.fixture(scope="module")
 def captured() -> Capture:
-    generator = torch.Generator().manual_seed(3)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    pages = -(-TOKENS // 16)
-    keys = noise(1, HEADS, pages, 1, DIM) + noise(1, HEADS, pages, 16, 1) * noise(1, HEADS, pages, 1, DIM)
-    keys = keys.flatten(2, 3)[:, :, :TOKENS] + 0.3 * noise(1, HEADS, TOKENS, DIM)
-    positions = torch.tensor([255, 256, 300, 319, 320, 332])
-    angles = torch.arange(TOKENS)[:, None] / 100 ** (torch.arange(DIM // 2) / 32)
-    cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
-    queries = 2 * noise(1, HEADS * GROUP, len(positions), DIM)
-    return Capture(queries, keys, positions, cos, sin, DIM**-0.5)
+    return made_up()
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,12 @@ import pytest
 import torch
 from locks_kernels import EnvelopeLayout, Envelopes, Summaries, SummaryLayout, score, select, summarize
 from locks_sglang import demo_model
+from locks_sglang.fidelity import page_counts
+from locks_sglang.fidelity.auto_budget import Curves
 from locks_sglang.fidelity.capture import Capture, capture, load_model, rotate
 from locks_sglang.fidelity.experiments import Study
+from locks_sglang.fidelity.forced_decode import ForcedDecode
+from locks_sglang.fidelity.measure import Scene
 
 DATA = Path(__file__).parent / "data"
 PAGE = 16
@@ -131,3 +135,26 @@ def test_order_of_retained_mass(captured):
         # the rotated records are smaller and keep at least as much
         assert mass["r8h", budget] > mass["r8i4", budget] - 5e-4
         assert mass["r4h", budget] > mass["r4i4", budget] - 5e-4
+
+
+def test_forced_decode(model, token_ids, captured):
+    """The dense run gives the model's own distributions; a rule sees the shares of the tool's records."""
+    decode = ForcedDecode(model[0], token_ids, captured, 32, "r6h")
+    with torch.inference_mode():
+        ids = torch.tensor([token_ids])
+        own = model[0](input_ids=ids, use_cache=False, logits_to_keep=32).logits[0].log_softmax(-1)
+    assert torch.allclose(decode.dense, own, atol=1e-3)
+
+    seen = {}
+
+    def spy(layer: int, shares: torch.Tensor) -> torch.Tensor:
+        seen[layer] = shares
+        return page_counts.fixed(8)(layer, shares)
+
+    sparse = decode.run(spy)
+    assert sparse.pages == 8 and sparse.kl > 1e-3 and 0.5 < sparse.agree <= 1
+    # The last query is one of the capture's; layer 0 has no error of layers before.
+    curves = Curves()
+    curves.add(Scene.of(captured, 0, PAGE), "r6h")
+    assert torch.allclose(seen[0][:, -1], curves.estimated[0][:, -1], atol=1e-4)
+    assert len(seen) == captured.layers

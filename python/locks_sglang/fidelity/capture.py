@@ -1,12 +1,12 @@
-"""Capture real queries and keys, after RoPE, from a Hugging Face model."""
+"""Capture real queries, keys and values, after RoPE, from a Hugging Face model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,7 @@ class Capture:
     Attributes:
         queries: fp32 ``[layers, q_heads, n, d]``, after RoPE, of the captured positions.
         keys: fp32 ``[layers, kv_heads, T, d]``, after RoPE, of the whole text.
+        values: fp32 ``[layers, kv_heads, T, d]``.
         positions: int64 ``[n]``, ascending; query i sees keys ``0 .. positions[i]``.
         cos, sin: fp32 ``[T, rotated]``, the rotation of every position.
         sm_scale: the model's softmax scale.
@@ -29,6 +30,7 @@ class Capture:
 
     queries: torch.Tensor
     keys: torch.Tensor
+    values: torch.Tensor
     positions: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
@@ -55,7 +57,7 @@ def load_model(
         cpu_stand_ins.activate()
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
-    AttentionInterface.register(ATTENTION, _Recorder.attention)
+    AttentionInterface.register(ATTENTION, _Attention.call)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION)
     return model.to(device).eval(), tokenizer
@@ -77,7 +79,8 @@ def capture(model: Any, token_ids: list[int], queries: int = 32, stride: int = 8
     if getattr(model.base_model, "rotary_emb", None) is None:
         raise ValueError(f"{type(model).__name__} has no base_model.rotary_emb; legal: RoPE decoders")
     positions = torch.arange(queries).flip(0) * -stride + len(token_ids) - 1
-    with _recording(positions) as recorder, _rotation(model) as rotation, torch.inference_mode():
+    recorder = _Recorder(positions)
+    with attention_through(recorder), _rotation(model) as rotation, torch.inference_mode():
         ids = torch.tensor([token_ids], device=model.device)
         model.base_model(input_ids=ids, use_cache=False)
     cos, sin = (part[0].float().cpu() for part in rotation)
@@ -85,6 +88,7 @@ def capture(model: Any, token_ids: list[int], queries: int = 32, stride: int = 8
     return Capture(
         torch.stack([recorder.queries[layer] for layer in order]),
         torch.stack([recorder.keys[layer] for layer in order]),
+        torch.stack([recorder.values[layer] for layer in order]),
         positions,
         cos,
         sin,
@@ -92,19 +96,36 @@ def capture(model: Any, token_ids: list[int], queries: int = 32, stride: int = 8
     )
 
 
-class _Recorder:
-    """Collects what passes through the attention function while it is the active one."""
+# (layer, query [1, q_heads, T, d], key and value [1, kv_heads, T, d], scale) -> [1, q_heads, T, d]
+Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
-    active: _Recorder | None = None
 
-    def __init__(self, positions: torch.Tensor) -> None:
-        self.positions = positions
-        self.queries: dict[int, torch.Tensor] = {}
-        self.keys: dict[int, torch.Tensor] = {}
-        self.sm_scale = 0.0
+def causal(
+    _layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Dense attention, every token to itself and those before it."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True
+    )
+
+
+@contextmanager
+def attention_through(function: Attention) -> Iterator[None]:
+    """Let every layer of a model of :func:`load_model` attend by ``function``; else by :func:`causal`."""
+    _Attention.active = function
+    try:
+        yield
+    finally:
+        _Attention.active = causal
+
+
+class _Attention:
+    """What transformers calls, once registered for good; what it does changes."""
+
+    active: ClassVar[Attention] = causal
 
     @staticmethod
-    def attention(
+    def call(
         module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -113,27 +134,30 @@ class _Recorder:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Causal attention in transformers' signature: ``[1, heads, T, d]`` -> ``[1, T, heads, d]``."""
+        """Attention in transformers' signature: ``[1, heads, T, d]`` -> ``[1, T, heads, d]``."""
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        recorder = _Recorder.active
-        if recorder is not None:
-            layer = int(module.layer_idx)
-            recorder.queries[layer] = query[0, :, recorder.positions.to(query.device)].float().cpu()
-            recorder.keys[layer] = key[0].float().cpu()
-            recorder.sm_scale = scale
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True
-        )
+        output = _Attention.active(int(module.layer_idx), query, key, value, scale)
         return output.transpose(1, 2), None
 
 
-@contextmanager
-def _recording(positions: torch.Tensor) -> Iterator[_Recorder]:
-    _Recorder.active = _Recorder(positions)
-    try:
-        yield _Recorder.active
-    finally:
-        _Recorder.active = None
+class _Recorder:
+    """Dense attention that keeps what passes through it."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+        self.queries: dict[int, torch.Tensor] = {}
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self.sm_scale = 0.0
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self.queries[layer] = query[0, :, self.positions.to(query.device)].float().cpu()
+        self.keys[layer] = key[0].float().cpu()
+        self.values[layer] = value[0].float().cpu()
+        self.sm_scale = scale
+        return causal(layer, query, key, value, scale)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 LABELS = ("table", "selector", "format", "scope", "page", "combine", "rope", "rank")
 
 
-def save(rows: list[dict], about: dict, path: Path) -> None:
+def save(rows: list[dict], about: dict, path: Path, benchmark: str = "fidelity") -> None:
     """Write rows with what is needed to measure them again."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -26,7 +26,7 @@ def save(rows: list[dict], about: dict, path: Path) -> None:
         cwd=Path(__file__).parent,
     )
     result = {
-        "benchmark": "fidelity",
+        "benchmark": benchmark,
         "commit": commit.stdout.strip() or None,
         "date": date.today().isoformat(),
         "machine": {
@@ -101,6 +101,39 @@ def _label(row: dict) -> str:
     if row["table"] == "combine":
         parts = [row["combine"], f"(worst head {100 * row['worst_head']:.1f})"]
     return " ".join(parts)
+
+
+def kv_table(rows: list[dict]) -> str:
+    """Figures of the quantised caches, one line a case and budget, means over texts."""
+    names = ("kv", "selector", "format", "summaries", "budget")
+    figures = ("mass", "stored_mass", "recall", "error")
+    return _lines(rows, names, figures)
+
+
+def auto_table(rows: list[dict]) -> str:
+    """Rules for the number of pages, means over texts: masses first, decoded texts below."""
+    names = ("format", "rule", "target", "cap")
+    masses = [row for row in rows if row["table"] == "mass"]
+    decoded = [row for row in rows if row["table"] == "decode"]
+    ours = ("pages", "mass", "p1", "p5", "p25")
+    parts = [_lines(masses, names, (*ours, *(f"fixed_{name}" for name in ours[1:])))]
+    if decoded:
+        fixed = [dict(row, cap=round(row["pages"])) for row in decoded if row["rule"] == "fixed"]
+        others = [row for row in decoded if row["rule"] != "fixed"]
+        parts.append(_lines(fixed + others, names, ("pages", "kl", "agree")))
+    return "\n\n".join(parts)
+
+
+def _lines(rows: list[dict], names: tuple[str, ...], figures: tuple[str, ...]) -> str:
+    groups: dict[tuple, list[dict]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[name] for name in names)].append(row)
+    lines = ["".join(f"{name:>11s}" for name in (*names, *figures))]
+    for case, members in groups.items():
+        means = [sum(row[figure] for row in members) / len(members) for figure in figures]
+        cells = [f"{'-' if part is None else part!s:>11s}" for part in case]
+        lines.append("".join(cells + [f"{mean:11.4f}" for mean in means]))
+    return "\n".join(lines)
 
 
 def plot(rows: list[dict], path: Path) -> None:
