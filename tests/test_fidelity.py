@@ -10,6 +10,7 @@ from attention_cases import DIM, GROUP, HEADS, TOKENS, made_up
 from locks_kernels import EnvelopeLayout, Envelopes, Summaries, SummaryLayout, page_view, score, summarize
 from locks_kernels.reference import select_pages
 from locks_sglang.fidelity import formats, report
+from locks_sglang.fidelity.__main__ import main as fidelity_main
 from locks_sglang.fidelity.capture import Capture, rotate
 from locks_sglang.fidelity.experiments import TABLES, Study
 from locks_sglang.fidelity.measure import COMBINE_RULES, Scene, combine, fidelity, ranks, shares
@@ -151,8 +152,24 @@ def test_study_fills_every_table_and_reports_it(captured, tmp_path):
     oracle = [row for row in rows if row["table"] == "selectors" and row["selector"] == "oracle"]
     assert len(oracle) == 4 and all(row["recall"] == 1 for row in oracle)
 
-    report.save(rows, {"model": "made up"}, tmp_path / "out.json")
+    report.save(rows, {"model": "made up"}, tmp_path / "out.json", "fidelity", report.commit())
     saved = json.loads((tmp_path / "out.json").read_text())
     assert saved["benchmark"] == "fidelity" and saved["rows"] == rows
     text = report.table(rows)
     assert "selectors:" in text and "per-head" in text and "pre-RoPE" in text
+
+
+def test_result_files_name_no_folder_of_the_machine(monkeypatch, tmp_path):
+    folder = tmp_path / "models" / "small"
+    monkeypatch.setattr("sys.argv", ["x", "--model", str(folder), "--text", "docs/a.txt"])
+    report.save([], {}, tmp_path / "out.json", "fidelity", "abc-dirty")
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert saved["command"] == "python -m locks_sglang.fidelity --model small --text docs/a.txt"
+    assert saved["commit"] == "abc-dirty"
+
+
+@pytest.mark.parametrize("study", ["tables", "auto"])
+def test_what_is_calibrated_needs_a_text(study, capsys):
+    with pytest.raises(SystemExit):
+        fidelity_main(["--model", "m", "--text", "a.txt", "--study", study])
+    assert "needs --calibration" in capsys.readouterr().err

@@ -27,24 +27,23 @@ STUDIES = {
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    source = _Source(args)
-    calibration = source.capture(args.calibration)
-    rows = {"tables": _tables, "kv": _kv, "auto": _auto}[args.study](source, args, calibration)
+    source, made_from = _Source(args), report.commit()
+    rows = {"tables": _tables, "kv": _kv, "auto": _auto}[args.study](source, args)
     if args.out:
         about = {
             "model": Path(args.model).name,
             "texts": source.tokens,
-            "calibration": {args.calibration.name: calibration.tokens},
+            "calibration": source.calibration_tokens,
             "queries": args.queries,
             "stride": args.stride,
         }
-        report.save(
-            rows, about, args.out, "fidelity" if args.study == "tables" else f"fidelity_{args.study}"
-        )
+        name = "fidelity" if args.study == "tables" else f"fidelity_{args.study}"
+        report.save(rows, about, args.out, name, made_from)
     return 0
 
 
-def _tables(source: _Source, args: argparse.Namespace, calibration: Capture) -> list[dict]:
+def _tables(source: _Source, args: argparse.Namespace) -> list[dict]:
+    calibration = source.calibration()
     study = Study(args.budgets, args.tables)
     for name, captured, layer in source.layers():
         study.add_layer(captured, layer, name, calibration)
@@ -55,7 +54,7 @@ def _tables(source: _Source, args: argparse.Namespace, calibration: Capture) -> 
     return rows
 
 
-def _kv(source: _Source, args: argparse.Namespace, _calibration: Capture) -> list[dict]:
+def _kv(source: _Source, args: argparse.Namespace) -> list[dict]:
     study = KVStudy(args.budgets)
     for name, captured, layer in source.layers():
         study.add_layer(captured, layer, name)
@@ -64,9 +63,9 @@ def _kv(source: _Source, args: argparse.Namespace, _calibration: Capture) -> lis
     return rows
 
 
-def _auto(source: _Source, args: argparse.Namespace, calibration: Capture) -> list[dict]:
+def _auto(source: _Source, args: argparse.Namespace) -> list[dict]:
     study = AutoStudy()
-    study.calibrate(calibration)
+    study.calibrate(source.calibration())
     decoded: list[dict] = []
     for name, captured, layer in source.layers():
         study.add_layer(captured, layer, name)
@@ -87,6 +86,13 @@ class _Source:
         self.args = args
         self.model, self.tokenizer = load_model(args.model, args.device)
         self.tokens: dict[str, int] = {}
+        self.calibration_tokens: dict[str, int] = {}
+
+    def calibration(self) -> Capture:
+        path = self.args.calibration
+        captured = self.capture(path)
+        self.calibration_tokens[path.name] = captured.tokens
+        return captured
 
     def layers(self) -> Iterator[tuple[str, Capture, int]]:
         """Every layer of every text, with progress."""
@@ -131,7 +137,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--text", type=Path, nargs="+", required=True, help="text files; each is cut to --tokens"
     )
     parser.add_argument(
-        "--calibration", type=Path, required=True, help="another text file, for the bases with global scope"
+        "--calibration",
+        type=Path,
+        help="another text file, for bases of global scope and calibrated budgets; studies tables and auto",
     )
     parser.add_argument(
         "--tokens", type=int, default=7000, help="tokens of each text (default %(default)s)"
@@ -164,7 +172,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="results file, JSON")
     parser.add_argument("--plot", type=Path, help="study tables: picture of mass and recall against budget")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.study != "kv" and args.calibration is None:
+        parser.error(f"--study {args.study} needs --calibration, a text file beside those of --text")
+    return args
 
 
 if __name__ == "__main__":

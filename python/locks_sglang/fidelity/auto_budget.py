@@ -51,7 +51,9 @@ class Outcome:
 
 
 def outcome(counts: Counts, curves: Curves) -> Outcome:
-    taken = [counts(layer, shares) for layer, shares in enumerate(curves.estimated)]
+    taken = [
+        counts(layer, shares).clamp_max(shares.shape[-1]) for layer, shares in enumerate(curves.estimated)
+    ]
     masses = [
         retained.gather(-1, (pages - 1).unsqueeze(-1)).squeeze(-1)
         for retained, pages in zip(curves.retained, taken, strict=True)

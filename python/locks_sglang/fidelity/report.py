@@ -16,18 +16,11 @@ import torch
 LABELS = ("table", "selector", "format", "scope", "page", "combine", "rope", "rank")
 
 
-def save(rows: list[dict], about: dict, path: Path, benchmark: str = "fidelity") -> None:
-    """Write rows with what is needed to measure them again."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
+def save(rows: list[dict], about: dict, path: Path, benchmark: str, made_from: str | None) -> None:
+    """Write rows with what is needed to measure them again; ``made_from`` is a `commit`."""
     result = {
         "benchmark": benchmark,
-        "commit": commit.stdout.strip() or None,
+        "commit": made_from,
         "date": date.today().isoformat(),
         "machine": {
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -45,8 +38,23 @@ def save(rows: list[dict], about: dict, path: Path, benchmark: str = "fidelity")
     path.write_text(body.replace('"rows": []', f'"rows": [\n{lines}\n ]') + "\n")
 
 
+def commit() -> str | None:
+    """Commit of the checkout, ``-dirty`` where this package or the kernels differ from it."""
+    # Other files cannot change a figure.
+    found = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--", ".", ":/kernels")
+    return f"{found}-dirty" if found and changed else found or None
+
+
+def _git(*arguments: str) -> str:
+    answer = subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
+    return answer.stdout.strip()
+
+
 def _name(argument: str) -> str:
-    return Path(argument).name if "/" in argument else argument
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def mean_over_texts(rows: list[dict]) -> list[dict]:
