@@ -50,8 +50,10 @@ def decode_rows(
             (name, target, CAP, rule(name, target, Bounds(cap=CAP), calibration.estimated))
             for target in TARGETS
         ]
+    from tqdm import tqdm
+
     rows = []
-    for name, target, cap, counts in cases:
+    for name, target, cap, counts in tqdm(cases, desc=f"{text}: decode", unit="case", leave=False):
         figures = {key: round(value, 6) for key, value in asdict(decode.run(counts)).items()}
         case = {"format": FORMAT, "rule": name, "target": target, "cap": cap}
         rows.append({"table": "decode", **case, "text": text, **figures})
