@@ -8,10 +8,8 @@ Where there is a GPU the server runs on it; otherwise it runs on the CPU with th
 """
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +25,7 @@ import requests
 import torch
 from locks_sglang import cpu_stand_ins
 from prometheus_client.parser import text_string_to_metric_families
+from serving.ports import server_flags
 
 ON_GPU = torch.cuda.is_available()
 # Measured on two CPU cores: 28 s alone on the machine; a loaded machine takes several times as long.
@@ -245,13 +244,13 @@ class ServerPool:
 def _start(
     model: Path | str, flags: Sequence[str], log_dir: Path, env: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen[bytes], int, Path]:
-    port = free_port()
+    port, ports = server_flags()
     log_path = log_dir / f"server-{port}.log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     machine = GPU_FLAGS if ON_GPU else cpu_stand_ins.SERVER_FLAGS
     if flags[:1] == (AS_SHIPPED,):
         machine, flags = (), flags[1:]
-    command += ["--port", str(port), *machine, *COMMON_FLAGS, *flags]
+    command += [*ports, *machine, *COMMON_FLAGS, *flags]
     base = {**os.environ, **(env or {})}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -292,20 +291,6 @@ def _stop_tree(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, sent)
         psutil.wait_procs(tree, timeout=patience)
     process.wait(timeout=10)
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on, and that no other worker of pytest-xdist is given.
-
-    It is bound seconds later, so it is none of those (32768 and up) that the system gives to whoever asks.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    ports = range(20000 + worker, 32768, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    for port in random.SystemRandom().sample(ports, 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port between 20000 and 32767")
 
 
 def _json(answer: requests.Response) -> dict[str, Any]:

@@ -3,23 +3,19 @@
 import argparse
 import json
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import quality_report
+import task_quality
+import throughput
+from quality.recipes import RECIPES
+from serving import word_tokenizer
+from serving.load import Case
+from serving.variants import Variant
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmark"))
-sys.path.insert(0, str(ROOT / "tools"))
-
-import quality_report  # noqa: E402
-import task_quality  # noqa: E402
-import throughput  # noqa: E402
-from quality.recipes import RECIPES  # noqa: E402
-from serving import word_tokenizer  # noqa: E402
-from serving.load import Case  # noqa: E402
-from serving.variants import Variant  # noqa: E402
 
 
 def test_every_word_is_one_token_and_every_token_one_word(tmp_path: Path) -> None:

@@ -2,17 +2,15 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
+import make_dashboard
 import pytest
 import yaml
 from locks_sglang import compat
 from locks_sglang.telemetry import METRICS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import make_dashboard  # noqa: E402
 
 DASHBOARD = json.loads(make_dashboard.FILE.read_text())
 RULES = yaml.safe_load((ROOT / "docs/grafana/rules.yaml").read_text())

@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import test_gpu as command
 from greedy import Greedy, assert_same_tokens
 from traced import assert_same_pages
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import test_gpu as command  # noqa: E402
 
 EXPECTED = Greedy([7, 8, 9, 10], [2.0, 1.5, 0.1, 3.0])
 

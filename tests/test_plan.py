@@ -1,11 +1,12 @@
 """`python -m locks_sglang plan`: against measured steps, arithmetic by hand, and as a command."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import make_results
+import plan_report
 import pytest
 from locks_sglang import cli
 from locks_sglang.config import LocksConfig, LocksError
@@ -15,10 +16,7 @@ from locks_sglang.plan.model import read
 from locks_sglang.plan.step import TIERS, StepBytes, step_bytes, step_ms
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
 
-import make_results  # noqa: E402
-import plan_report  # noqa: E402
 
 GLM_FILE = ROOT / "benchmark/models/glm4-9b-1m-kv4.json"
 GLM = read(GLM_FILE)

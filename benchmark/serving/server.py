@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,8 @@ import requests
 import torch
 from locks_sglang import cpu_stand_ins
 from prometheus_client.parser import text_string_to_metric_families
+
+from serving.ports import server_flags
 
 START_TIMEOUT_S = 900
 POLL_S = 0.2
@@ -125,11 +126,9 @@ def launched(flags: Sequence[str], log_path: Path) -> Iterator[Server]:
 
     ServerFailed carries the end of the log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, ports = server_flags()
     common = GPU_FLAGS if on_gpu() else (*cpu_stand_ins.SERVER_FLAGS, "--sleep-on-idle")
-    command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", *ports]
     command += [*common, "--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"]
     command += flags
     env = dict(os.environ) if on_gpu() else cpu_stand_ins.environment()

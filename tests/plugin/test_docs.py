@@ -2,11 +2,13 @@
 
 import ast
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import locks_kernels
+import make_reference
+import make_results
+import pages
 import pytest
 import torch
 from locks_kernels.layout import HEAD_DIMS
@@ -19,10 +21,6 @@ REFERENCE = (ROOT / "docs/reference.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 SOURCES = [*ROOT.glob("python/locks_sglang/*.py"), *ROOT.glob("kernels/locks_kernels/*.py")]
 
-sys.path.insert(0, str(ROOT / "tools"))
-import make_reference  # noqa: E402
-import make_results  # noqa: E402
-import pages  # noqa: E402
 
 Template = list[str | None]  # a string of the source: its literal parts, and None for what is filled in
 

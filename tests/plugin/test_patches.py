@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import make_patches
 import pytest
 import source_tree
 from locks_sglang import compat, cpu_stand_ins
@@ -17,8 +18,6 @@ from locks_sglang.hooks import HOOKS, needed
 from locks_sglang.seams import INTERFACE, SEAMS, Seam
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import make_patches  # noqa: E402
 
 VERSIONS = ("0.5.17", "0.5.23")
 

@@ -1,17 +1,13 @@
 """The throughput benchmark against servers of other tests: its rows, and that it notices a wrong server."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from server import Server
-from traced import BUDGET, Traced
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
-
 import throughput
+from server import Server
 from serving.server import ServerFailed
+from traced import BUDGET, Traced
 
 
 def run(out: Path, url: str, grid: str) -> None:

@@ -1,16 +1,13 @@
 """SGLang with the series of patches/ applied serves as the unpatched one with the plugin's hooks does."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import make_patches
 import pytest
 from locks_sglang import compat
 from server import launch
 from traced import BUDGET, LOCKS, PAGE, SMALL_POOL, Traced, assert_all_rows, assert_same, assert_selects
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-import make_patches
 
 NEW = 16
 

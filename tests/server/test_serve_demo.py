@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from serving.ports import free_ports
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -14,9 +16,9 @@ def test_one_command_serves_and_answers_sparsely(demo_model: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        returncode, output = run_to_the_end(
-            [sys.executable, "tools/serve.py", "--once", "--model", str(demo_model), "--port", str(port)]
-        )
+        command = [sys.executable, "tools/serve.py", "--once", "--model", str(demo_model)]
+        command += ["--port", str(port), "--", "--nccl-port", str(*free_ports(1))]
+        returncode, output = run_to_the_end(command)
     assert returncode == 0, output
     assert f"port {port} is in use" in output
     assert "941.3 hectopascals" in output
