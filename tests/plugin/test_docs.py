@@ -1,6 +1,5 @@
 """The pages under docs/ say what the code says."""
 
-import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +17,7 @@ from locks_sglang.runtime import SparseDecode
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs/reference.md").read_text()
-TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 SOURCES = [*ROOT.glob("python/locks_sglang/*.py"), *ROOT.glob("kernels/locks_kernels/*.py")]
-
-
-Template = list[str | None]  # a string of the source: its literal parts, and None for what is filled in
 
 
 def test_reference_is_up_to_date() -> None:
@@ -77,71 +72,3 @@ def test_what_is_written_by_hand() -> None:
     assert "Sparse decode on: " in REFERENCE and "Sparse decode, #sparse-row: " in REFERENCE
     log_lines = "".join(path.read_text() for path in SOURCES)
     assert '"Sparse decode on: ' in log_lines and '"Sparse decode, #sparse-row: ' in log_lines
-
-
-def templates() -> list[Template]:
-    found: list[Template] = []
-    for path in SOURCES:
-        inside = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
-                found.append(parts)
-                inside |= {id(part) for part in node.values}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-                # Messages of the logging module fill in %s.
-                pieces = re.split(r"(%[sd])", node.value)
-                found.append([None if piece in ("%s", "%d") else piece for piece in pieces if piece])
-    return found
-
-
-def is_said(text: str, template: Template) -> bool:
-    """Whether the template prints `text`; one that ends in `...` may stop in the middle of the template."""
-    cut = text.endswith("...")
-    text = text.removesuffix("...").rstrip()
-    pattern, literal = "", 0
-    for part in template:
-        if part is None:
-            pattern += ".+?"
-            continue
-        for length in range(1, len(part) + 1) if cut else ():
-            start = part[:length]
-            # Fewer literal characters than this would fit many messages.
-            fits = literal + length >= 20 and text.endswith(start)
-            if fits and re.fullmatch(pattern + re.escape(start), text, re.S):
-                return True
-        pattern += re.escape(part)
-        literal += len(part)
-    return literal >= 20 and re.fullmatch(pattern, text, re.S) is not None
-
-
-HEADINGS = re.findall(r"^### (.*)$", TROUBLES, re.M)
-MESSAGES = [m[1] for heading in HEADINGS if (m := re.fullmatch(r"`(.*)`", heading))]
-
-
-def test_headings_are_messages() -> None:
-    other = [heading for heading in HEADINGS if not re.fullmatch(r"`.*`", heading)]
-    assert len(MESSAGES) > 20
-    assert all("(from SGLang)" in heading or heading.startswith("Nothing is sparse") for heading in other)
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_message_still_exists(message: str) -> None:
-    assert any(is_said(message, template) for template in TEMPLATES), f"nothing prints: {message}"
-
-
-TEMPLATES = templates()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "--page-size 1 does not work with sparse decode; legal: 16",
-        "custom_params.locks has unknown keys ['mod']; legal: everything",
-        "sparse decode could not begin: ...",
-        "--sparse-decode does not work with the moon ...",
-        "no such message at all",
-    ],
-)
-def test_message_that_does_not_exist(message: str) -> None:
-    assert not any(is_said(message, template) for template in TEMPLATES)
