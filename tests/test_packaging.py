@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What docker/install.sh builds from.
+# What docker/install.sh builds from, and what an sdist has besides.
 SOURCES = ("python", "kernels", "requirements", "pyproject.toml", "README.md", "LICENSE")
+BESIDES = ("MANIFEST.in", "CHANGELOG.md", "tests")
 EXTRAS = ("bench", "cpu", "test")
 
 
@@ -23,7 +24,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the sdist and the wheel that was built from it."""
     # A copy, since building leaves folders behind.
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for name in SOURCES:
+    for name in (*SOURCES, *BESIDES):
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
@@ -31,7 +32,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "eprecat" not in said, said
     return out
 
 
@@ -69,7 +72,8 @@ def test_every_source_file_is_in_the_sdist(built: Path) -> None:
     folders = ("python", "kernels")
     missing = {name for name in sources() if not any(f"{folder}/{name}" in names for folder in folders)}
     assert missing == set()
-    assert {"LICENSE", "README.md", "requirements/cpu.txt"} <= names
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "requirements/cpu.txt"} <= names
+    assert not [name for name in names if name.startswith("tests")], "they need the checkout"
 
 
 def test_nothing_but_the_two_packages_is_installed(wheel: zipfile.ZipFile) -> None:
@@ -92,7 +96,7 @@ def test_nothing_is_pulled_in(metadata: Message) -> None:
 
 
 def test_metadata(metadata: Message) -> None:
-    assert metadata["License"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
     assert metadata["Requires-Python"] == ">=3.10"
     assert sorted(metadata.get_all("Provides-Extra") or []) == list(EXTRAS)
 
@@ -108,3 +112,13 @@ def test_extras_are_the_requirements_files(metadata: Message, extra: str) -> Non
     wanted = {name_of(line) for line in lines if line.strip()}
     required = metadata.get_all("Requires-Dist") or []
     assert {name_of(line) for line in required if f'extra == "{extra}"' in line} == wanted
+
+
+def test_without_torch_the_command_says_what_to_do(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); from locks_sglang.__main__ import main; "
+    # Without -S the site folder of this environment, which has torch, would be on the path.
+    command = [sys.executable, "-I", "-S", "-c", code + "sys.exit(main())", "check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("locks-sglang needs torch, which is not installed for ")
