@@ -17,8 +17,8 @@ from .model_facts import ModelFacts
 HOLDS, BROKEN, UNTESTED = 0, 1, 3
 EXIT_STATUS = (
     f"exit status: {HOLDS} sparse decode starts here; {BROKEN} it does not (a contract is broken, there is "
-    f"no SGLang, or the model is refused); {UNTESTED} nothing stands against it, but this version of "
-    "SGLang was not tested and needs --sparse-decode-allow-untested"
+    f"no SGLang, the model is refused, or torch cannot use the GPU); {UNTESTED} nothing stands against it, "
+    "but this version of SGLang was not tested and needs --sparse-decode-allow-untested"
 )
 _LABEL_WIDTH = 11
 _NAME_WIDTH = 48
@@ -48,8 +48,13 @@ class Result:
         return self.model.refusal if self.model else None
 
     @property
+    def unusable_gpu(self) -> bool:
+        """A GPU is here and this torch cannot use it: the server would not start, or run on the CPU."""
+        return self.machine is not None and bool(self.machine.gpus) and not self.machine.torch_sees_gpu
+
+    @property
     def status(self) -> int:
-        if self.broken or self.refusal:
+        if self.broken or self.refusal or self.unusable_gpu:
             return BROKEN
         return HOLDS if self.tested else UNTESTED
 
@@ -215,6 +220,8 @@ def _verdict(result: Result) -> str:
         return f"sparse decode does not start on this SGLang; tested: {versions}"
     if result.refusal:
         return f"sparse decode does not start with this model: {result.refusal}"
+    if result.unusable_gpu:
+        return "sparse decode does not start on this GPU: this torch cannot use it (see GPU above)"
     where = "with this model on this SGLang" if result.model else "on this SGLang"
     condition = "" if result.tested else " with --sparse-decode-allow-untested"
     return f"sparse decode starts {where}{condition}"

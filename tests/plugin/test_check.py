@@ -193,6 +193,13 @@ def test_what_is_not_as_it_should_be(described: Machine, said: str) -> None:
     assert said in screen(of(described))
 
 
+def test_a_gpu_that_torch_cannot_use_is_no_success() -> None:
+    unusable = of(replace(GRACE, torch_sees_gpu=False))
+    assert unusable.status == check.BROKEN
+    assert screen(unusable).endswith("does not start on this GPU: this torch cannot use it (see GPU above)")
+    assert of(NOTHING).status == check.HOLDS, "without a GPU it runs on the CPU"
+
+
 def test_compiled_kernels_are_counted(
     make_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
