@@ -36,6 +36,7 @@ from serving.variants import Variant
 PAPER = Path(__file__).parent / "quality" / "paper.json"
 ARMS = "oracle,locks:r8i4,locks:r6h,locks:r4i4,locks:r2i4,quest"
 BUDGETS = "64,128,256,512,1024,2048"
+FEWSHOT_SEED = 1234  # the harness's own
 
 Row = dict[str, Any]
 
@@ -144,11 +145,15 @@ def load_tasks(recipe: Recipe, model: str) -> dict[str, Any]:
         overrides["metric_list"] = [metric]
     metadata = {"tokenizer": model, "max_seq_lengths": [recipe.length]} if recipe.length else {}
     manager = TaskManager(metadata=metadata)
-    tasks = {}
+    tasks: dict[str, Any] = {}
     for name in recipe.tasks:
         random.seed(0)  # RULER draws its prompts; they must not depend on which other tasks are run
         # Inside a group the overrides are merged with the task's own configuration.
         tasks |= manager.load({"group": f"only {name}", "task": [{"task": name, **overrides}]})["tasks"]
+    for task in tasks.values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return tasks
 
 
@@ -215,7 +220,7 @@ def run_task(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """One run of one task through the harness."""
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluate
     from quality.served import Served
 
     choice = None if budget is None else {"mode": "sparse", "budget": budget}
@@ -229,9 +234,10 @@ def run_task(
         think_end=recipe.think_end,
         begin_of_text=plain,  # a chat template brings its own
     )
-    found = simple_evaluate(
-        model=model,
-        tasks=[task],
+    # simple_evaluate would index every task of the harness and list every package, at every call.
+    found = evaluate(
+        lm=model,
+        task_dict={"tasks": {name: task}, "groups": {}, "group_map": {}},
         limit=recipe.limit,
         apply_chat_template=not plain,
         bootstrap_iters=0,

@@ -3,16 +3,21 @@
 import argparse
 import json
 import random
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import quality_report
 import task_quality
 import throughput
+from locks_sglang import cpu_stand_ins, demo_model
 from quality.recipes import RECIPES
 from serving import word_tokenizer
 from serving.load import Case
+from serving.server import Server
 from serving.variants import Variant
 
 ROOT = Path(__file__).parents[1]
@@ -148,3 +153,69 @@ def test_answers_of_a_reasoning_model() -> None:
         "<think> still",
     ]
     assert model.account() == {"cut_share": 0.5, "prompt_tokens": 40, "prompt_tokens_max": 40}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A completions API that answers every prompt with " 7", and keeps what it was asked."""
+
+    asked: ClassVar[list[dict]] = []
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(request)
+        prompts = request["prompt"] if isinstance(request["prompt"][0], list) else [request["prompt"]]
+        choices = [{"index": n, "text": " 7", "finish_reason": "stop"} for n in range(len(prompts))]
+        body = json.dumps({"choices": choices, "usage": {"prompt_tokens": sum(map(len, prompts))}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_task_is_asked_and_scored() -> None:
+    """Through the harness: the budget of every request, the templated prompt, the harness's score."""
+    pytest.importorskip("lm_eval", reason="needs pip install '.[bench]'")
+    cpu_stand_ins.activate()
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+    from quality.served import PromptTooLong
+
+    docs = Dataset.from_list(
+        [{"question": f"What is {n} + {n + 1}?", "answer": f" {2 * n + 1}"} for n in (3, 4, 5)]
+    )
+    task = ConfigurableTask(
+        config={
+            "task": "sums",
+            "custom_dataset": lambda **_: {"test": docs},
+            "test_split": "test",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": "{{answer}}",
+            "output_type": "generate_until",
+            "num_fewshot": 0,
+            "generation_kwargs": {"until": [], "max_gen_toks": 4},
+            "metric_list": [{"metric": "exact_match"}],
+        }
+    )
+    recipe = replace(RECIPES["ruler-synthetic"], metric="exact_match", limit=2)
+    arguments = argparse.Namespace(model_path=str(demo_model.ensure(demo_model.DEFAULT_OUT)), concurrent=2)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = [
+            task_quality.run_task(Server(url), budget, recipe, "sums", task, 100, arguments)
+            for budget in (None, 64)
+        ]
+        with pytest.raises(PromptTooLong):
+            task_quality.run_task(Server(url), 64, recipe, "sums", task, 30, arguments)
+        server.shutdown()
+    assert [run["score"] for run in found] == [0.5, 0.5]
+    assert found[0]["prompts"] == 2 and found[0]["answers"] == [[[" 7"]], [[" 7"]]]
+    assert found[0]["prompts_sha256"] == found[1]["prompts_sha256"]
+    assert len(Answers.asked) == 4
+    assert ["custom_params" in request for request in Answers.asked] == [False, False, True, True]
+    assert Answers.asked[2]["custom_params"] == {"locks": {"mode": "sparse", "budget": 64}}
+    assert found[0]["prompt_tokens_max"] == max(len(request["prompt"][0]) for request in Answers.asked)
