@@ -1,6 +1,7 @@
 """The pages under docs/ say what the code says."""
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +60,15 @@ def test_server_info_fields_are_documented(selector: str) -> None:
     described = list(state.describe())
     assert [*described, *state.counters.to_dict()] == list(make_reference.SERVER_INFO)
     assert len(described) == 12, "the page says twelve"
+
+
+@pytest.mark.parametrize("room", ["kernels/locks_kernels", "python/locks_sglang"])
+def test_every_module_has_a_line_in_architecture(room: str) -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    cells = re.findall(r"^\| (`.*?) \|", page[page.index("\n## Modules") :], re.M)
+    patterns = [name.rstrip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    modules = {path.stem for path in (ROOT / room).iterdir() if not path.name.startswith("_")}
+    assert {name for name in modules if not any(fnmatch(name, pattern) for pattern in patterns)} == set()
 
 
 def test_what_is_written_by_hand() -> None:
