@@ -38,6 +38,12 @@ while [ $# -gt 0 ]; do
     esac
 done
 
+# The steps below change folder.
+case $python in
+    /*) ;;
+    */*) python=$PWD/$python ;;
+esac
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -64,7 +64,7 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         {"sparse": ROWS_SPARSE, "dense": ROWS_DENSE},
     ),
     (
-        "Pages summarized a second",
+        "Summaries built a second",
         "short",
         "Completed pages, all layers together: prefill shows as peaks.",
         {"pages": rate("locks:summaries_built_total")},

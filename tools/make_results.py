@@ -190,6 +190,7 @@ PAGES = {
         "gh200_plans": plan_report.gh200_plans,
     },
     ROOT / "docs" / "quality.md": {"quality": quality, "quality_not_run": quality_not_run},
+    ROOT / "docs" / "gh200.md": {"gh200_sizing": plan_report.gh200_sizing},
     ROOT / "README.md": {"gains": gains},
 }
 

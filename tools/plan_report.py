@@ -239,6 +239,15 @@ def gh200_plans() -> str:
     return pages.table(head, rows)
 
 
+def gh200_sizing() -> str:
+    """What the command prints for the example of docs/gh200.md: its first two tables."""
+    model = str(MODELS / "glm4-9b-1m-kv4.json")
+    flags = ["--model", model, "--gpu", "gh200-96", "--context", "131072"]
+    shown = command.render(command.make_plan(command.make_parser().parse_args(flags)))
+    tables = shown.partition("\n\nGB a step")[0].replace(model, "/data/glm-4-9b-chat-1m")
+    return f"```text\n{tables}\n```"
+
+
 def _planned(tier: str, batch: int, context: int, hot: float) -> float:
     model, machine = model_of("glm4-9b-1m-kv4"), MACHINES["gh200-96"]
     config = LocksConfig(selector="locks", summary="r4i4", budget=2048)
