@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fidelity_report
+import fidelity_tables
 import pages
 import plan_report
 import quality_report
@@ -23,8 +27,7 @@ PAPER = {
     (1, 524288): 1.54, (1, 1000000): 2.02, (4, 262144): 1.80, (8, 131072): 1.59, (16, 65536): 1.43,
     (32, 32768): 1.26,
 }  # fmt: skip
-
-
+SELECTION_TABLES = ("lost", "basis", "scope", "combine", "rope", "page_size")
 THROUGHPUT_CASE = ("workload", "concurrency", "context", "output")
 THROUGHPUT_HEAD = [
     "workload", "clients x context + output", "variant", "TTFT, s", "ITL p50 / p99, ms", "ITL gain",
@@ -50,7 +53,7 @@ def origin(result: dict[str, Any]) -> str:
     """One line: where, when, from which commit and with which command."""
     machine = result["machine"]
     versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("torch", "sglang", "flashinfer") if machine[name]
+        f"{name} {machine[name]}" for name in ("torch", "sglang", "flashinfer") if machine.get(name)
     )
     rate = f"; measured copy rate {result['copy_tb_s']} TB/s" if result.get("copy_tb_s") else ""
     return (
@@ -163,6 +166,17 @@ def quality_not_run() -> str:
     )
 
 
+def fidelity(study: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
+    """The last table of a fidelity study, and where its figures come from."""
+    result = needed(f"fidelity_{study}", "cpu")
+    return f"{table(result['rows'])}\n\n{origin(result)}"
+
+
+def selection(table: str) -> str:
+    """One of the tables on selectors."""
+    return getattr(fidelity_tables, table)(needed("fidelity", "cpu")["rows"])
+
+
 def figures() -> None:
     """Draw every figure whose result file is there."""
     import plots
@@ -171,6 +185,7 @@ def figures() -> None:
     plots.step_time(needed("decode_step")["rows"], folder / "step_time.svg")
     plots.plan(plan_report.pairs(needed("decode_step")), folder / "plan.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
+    plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
     if served := newest("throughput"):
         plots.throughput(served["rows"], folder / "throughput.svg")
 
@@ -188,6 +203,14 @@ PAGES = {
         "gh200_host": plan_report.gh200_host,
         "gh200_one": plan_report.gh200_one,
         "gh200_plans": plan_report.gh200_plans,
+    },
+    ROOT / "docs" / "fidelity.md": {
+        **{name: partial(selection, name) for name in SELECTION_TABLES},
+        "selectors": lambda: f"{selection('selectors')}\n\n{origin(needed('fidelity', 'cpu'))}",
+        "kv_selection": lambda: fidelity_report.kv_selection(needed("fidelity_kv", "cpu")["rows"]),
+        "kv_error": lambda: fidelity("kv", fidelity_report.kv_error),
+        "auto_mass": lambda: fidelity_report.auto_mass(needed("fidelity_auto", "cpu")["rows"]),
+        "auto_decode": lambda: fidelity("auto", fidelity_report.auto_decode),
     },
     ROOT / "docs" / "quality.md": {"quality": quality, "quality_not_run": quality_not_run},
     ROOT / "docs" / "gh200.md": {"gh200_sizing": plan_report.gh200_sizing},

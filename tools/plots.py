@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import fidelity_report
 import matplotlib
 
 matplotlib.use("svg")
@@ -90,6 +91,46 @@ def fidelity(rows: Rows, path: Path) -> None:
         axes.set_xticks(budgets, [str(budget) for budget in budgets], minor=False)
         axes.minorticks_off()
     save(figure, panels, path)
+
+
+def auto_budget(rows: Rows, path: Path) -> None:
+    """Low percentile and mean of the retained mass, and KL of decoded texts, against mean pages."""
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 4))
+    masses = fidelity_report.served_masses(rows)
+    decoded = [row for row in rows if row["table"] == "decode"]
+    for number, (rule, label) in enumerate(fidelity_report.RULES.items()):
+        style = {"color": f"C{number}", "marker": "o", "ms": 4, "label": label}
+        chosen = fidelity_report.pick(masses, rule=rule)
+        panels[0].plot(*_means(chosen, ("target",), "mass", 100), **style)
+        panels[1].plot(*_means(chosen, ("target",), "p5", 100), **style)
+        if chosen := fidelity_report.pick(decoded, rule=rule):
+            panels[2].plot(*_means(chosen, ("target",), "kl"), **style)
+    style = {"color": "k", "ls": "--", "label": "fixed"}
+    panels[0].plot(*_means(masses, ("rule", "target"), "fixed_mass", 100), **style)
+    panels[1].plot(*_means(masses, ("rule", "target"), "fixed_p5", 100), **style)
+    panels[2].plot(*_means(fidelity_report.pick(decoded, rule="fixed"), ("pages",), "kl"), **style)
+    panels[0].set(ylabel="mean retained mass, per cent")
+    panels[1].set(ylabel="5th percentile of retained mass, per cent")
+    panels[2].set(ylabel="KL to dense decoding, nats", yscale="log")
+    for axes in panels:
+        axes.set(xscale="log", xlabel="mean pages attended")
+        ticks = (8, 16, 32, 64, 128)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
+        axes.minorticks_off()
+    save(figure, panels, path)
+
+
+def _means(
+    rows: Rows, by: tuple[str, ...], value: str, factor: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """Mean pages and mean ``value`` of the rows that agree in ``by``, in ascending order of pages."""
+    cases = {tuple(row[name] for name in by) for row in rows}
+    groups = [fidelity_report.pick(rows, **dict(zip(by, case, strict=True))) for case in cases]
+    points = sorted(
+        (fidelity_report.mean(group, "pages"), factor * fidelity_report.mean(group, value))
+        for group in groups
+    )
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def is_main(row: dict[str, Any]) -> bool:
