@@ -1,5 +1,6 @@
 """Rules for the number of pages, by hand and on made-up attention."""
 
+import fidelity_report
 import pytest
 import torch
 from attention_cases import made_up
@@ -104,3 +105,19 @@ def test_study_compares_every_rule(captured):
     assert {row["rule"] for row in rows} == set(RULES)
     decoded = {**rows[0], "table": "decode", "rule": "fixed", "pages": 8.0, "kl": 0.5, "agree": 0.75}
     assert "0.7500" in report.auto_table([*rows, decoded])
+
+
+def test_report_holds_rules_against_fixed_budgets():
+    """A fixed budget's divergence falls from 0.4 at 10 pages to 0.1 at 40: halved with every doubling."""
+    blank = {"table": "decode", "text": "a", "agree": 0.5}
+    rows = [
+        {**blank, "rule": "fixed", "target": None, "pages": pages, "kl": kl}
+        for pages, kl in ((10.0, 0.4), (40.0, 0.1))
+    ]
+    rows += [
+        {**blank, "rule": "head", "target": 0.9, "pages": pages, "kl": 0.1, "text": text}
+        for pages, text in ((15.0, "a"), (25.0, "b"))
+    ]
+    last = fidelity_report.auto_decode(rows).splitlines()[-1]
+    assert last == "| each row and head | 0.90 | 20.0 | 0.1000 | 50.0 | 0.2000 (0.50x) | 40 (0.50x) |"
+    assert fidelity_report.interpolated([(40, 0.1), (10, 0.4)], 80) == pytest.approx(0.05)
