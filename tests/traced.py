@@ -141,19 +141,23 @@ class Traced:
         new: int,
         locks: Mapping[str, Any] | None = None,
         probe: bool = False,
+        may_end: bool = False,
     ) -> Running:
         """Send a request for `new` greedy tokens; `locks` are its sparse-decode options. With `probe`, the
-        queries and keys behind its selection are kept."""
+        queries and keys behind its selection are kept; with `may_end`, the model may end it sooner."""
         rid = ("probe" if probe else "") + uuid4().hex
-        options = {"custom_params": {"locks": locks}} if locks is not None else None
+        options: dict[str, Any] = {"ignore_eos": not may_end}
+        if locks is not None:
+            options["custom_params"] = {"locks": locks}
         answer = self._senders.submit(self.server.generate, prompt, new, options, rid=rid, **greedy.ASKED)
         return Running(self, rid, tuple(prompt), answer)
 
     def run(self, prompt: Sequence[int], new: int, locks: Mapping[str, Any] | None = None) -> Run:
         return self.start(prompt, new, locks).result()
 
-    def together(self, prompts: Sequence[Sequence[int]], new: int) -> list[Run]:
-        return [running.result() for running in [self.start(prompt, new) for prompt in prompts]]
+    def together(self, prompts: Sequence[Sequence[int]], new: int, may_end: bool = False) -> list[Run]:
+        running = [self.start(prompt, new, may_end=may_end) for prompt in prompts]
+        return [request.result() for request in running]
 
     def alone(self, prompt: Sequence[int], new: int, locks: Mapping[str, Any] | None = None) -> Run:
         """The reference: the same request with nothing beside it and nothing cached. Flushes the cache."""

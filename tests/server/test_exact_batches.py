@@ -47,11 +47,13 @@ def test_retracted_and_resumed(locks: Traced, words: list[int]) -> None:
     for _ in range(5):  # on a busy machine the first may have ended before the last one comes
         locks.server.flush_cache()
         before = retractions(locks)
-        runs = locks.together(prompts, new)
+        # From 0.5.23 on SGLang keeps room for the whole answer of a request that cannot end sooner.
+        runs = locks.together(prompts, new, may_end=True)
         if retracted := [run for run in runs if run.meta["num_retractions"]]:
             break
     counted = {what: count - before[what] for what, count in retractions(locks).items()}
     assert len(retracted) == counted["requests"] > 0
+    assert all(len(run.tokens) == new for run in runs)
     assert "KV cache pool is full. Retract requests" in locks.server.log
     undisturbed = next(run for run in runs if not run.meta["num_retractions"])
     assert_same(undisturbed, locks.alone(undisturbed.prompt, new))
