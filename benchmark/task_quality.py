@@ -19,7 +19,9 @@ import argparse
 import hashlib
 import json
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -290,4 +292,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    # The server has a session of its own: it ends only if this ends in order.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     raise SystemExit(main())

@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -302,4 +304,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    # The server has a session of its own: it ends only if this ends in order.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     raise SystemExit(main())
