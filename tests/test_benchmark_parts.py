@@ -136,6 +136,14 @@ def test_scores_stand_beside_the_papers() -> None:
     assert lines[0] == "| budget | task | FullKV | r6h | r4i4 |"
     assert lines[2] == "| 64 | NIAH-S1 | 90.0 (100.0) | 85.0 | 80.0 (100.0) |"
     assert lines[3] == "| 64 | **mean** | 90.0 (100.0) | 85.0 | 80.0 (100.0) |"
+    # A task that an arm was not given leaves its mean open; one of FullKV alone is no line of the table.
+    vt = {**row, "task": "ruler_vt"}
+    rows += [{**vt, "selector": "FullKV", "score": 10.0}]
+    rows += [{**vt, "selector": "locks", "format": "r6h", "budget": 64, "score": 5.0}]
+    rows += [{**row, "task": "ruler_cwe", "selector": "FullKV", "score": 2.0}]
+    lines = quality_report.scores("ruler-16k", rows).splitlines()
+    assert lines[4].startswith("| 64 | **mean** | 50.0 (") and lines[4].endswith(" | 45.0 | - |")
+    assert lines[6] == "FullKV alone: CWE 2.0."
 
 
 def test_answers_of_a_reasoning_model() -> None:

@@ -34,10 +34,13 @@ def paper() -> dict[str, Any]:
 
 
 def scores(name: str, rows: list[Row]) -> str:
-    """One line a budget and task, `ours (paper's)`; the mean over tasks last."""
+    """One line a budget and task, `ours (paper's)`; the mean over tasks last.
+
+    Tasks that only FullKV was given, because it cannot do them, stand below the table.
+    """
     recipe = RECIPES[name]
     table = paper()[recipe.paper or name]
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    tasks = list(dict.fromkeys(row["task"] for row in rows if row["budget"]))
     columns = [column for column in COLUMNS if any(label(row) == column for row in rows)]
     budgets = sorted({row["budget"] for row in rows if row["budget"]})
     lines = []
@@ -58,9 +61,21 @@ def scores(name: str, rows: list[Row]) -> str:
                     found.setdefault(column, []).append((ours[0], theirs))
             lines.append(line)
         lines.append(
-            [str(budget), "**mean**", *(mean(found.get(column)) for column in ("FullKV", *columns))]
+            [
+                str(budget),
+                "**mean**",
+                *(mean(found.get(column), len(tasks)) for column in ("FullKV", *columns)),
+            ]
         )
-    return pages.table(["budget", "task", "FullKV", *columns], lines)
+    parts = [pages.table(["budget", "task", "FullKV", *columns], lines)] if lines else []
+    alone = [
+        f"{recipe.tasks[row['task']]} {row['score']:.1f}"
+        for row in rows
+        if row["selector"] == "FullKV" and row["task"] not in tasks
+    ]
+    if alone:
+        parts.append(f"FullKV alone: {', '.join(alone)}.")
+    return "\n\n".join(parts)
 
 
 def label(row: Row) -> str:
@@ -71,8 +86,9 @@ def cell(ours: float, theirs: float | None) -> str:
     return f"{ours:.1f}" + (f" ({theirs:.1f})" if theirs is not None else "")
 
 
-def mean(pairs: list[tuple[float, float | None]] | None) -> str:
-    if not pairs:
+def mean(pairs: list[tuple[float, float | None]] | None, tasks: int) -> str:
+    """Over all the tasks; "-" where one is missing."""
+    if not pairs or len(pairs) < tasks:
         return "-"
     theirs = [there for _, there in pairs if there is not None]
     return cell(
@@ -82,7 +98,7 @@ def mean(pairs: list[tuple[float, float | None]] | None) -> str:
 
 
 def not_run(done: set[str]) -> str:
-    """Recipes without a result here: command, what they need, and what the paper has."""
+    """Recipes that are not in ``done``: command, what they need, and what the paper has."""
     lines = []
     for name, recipe in RECIPES.items():
         if name in done:
