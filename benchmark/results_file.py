@@ -41,9 +41,14 @@ def machine() -> dict[str, str | None]:
 
 def commit() -> str:
     """Commit of the checkout, ``-dirty`` with uncommitted changes; ``unknown`` outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    answer = subprocess.run(command, capture_output=True, text=True)
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    answer = subprocess.run(describe, capture_output=True, text=True)
     return answer.stdout.strip() or "unknown"
+
+
+def command(arguments: list[str]) -> str:
+    """The command without the folders of absolute paths, which are this machine's own."""
+    return shlex.join(["python", *(Path(a).name if Path(a).is_absolute() else a for a in arguments)])
 
 
 def copy_rate_tb_s(gigabytes: int = 4, repeats: int = 20) -> float | None:
@@ -89,7 +94,7 @@ def write(
         "commit": made_from or commit(),
         "date": today,
         "machine": machine(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(sys.argv),
         "copy_tb_s": copy_tb_s,
         "rows": rows,
     }

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 import quality_report
+import results_file
 import task_quality
 import throughput
 from locks_sglang import cpu_stand_ins, demo_model
@@ -227,3 +228,8 @@ def test_a_task_is_asked_and_scored() -> None:
     assert ["custom_params" in request for request in Answers.asked] == [False, False, True, True]
     assert Answers.asked[2]["custom_params"] == {"locks": {"mode": "sparse", "budget": 64}}
     assert found[0]["prompt_tokens_max"] == max(len(request["prompt"][0]) for request in Answers.asked)
+
+
+def test_results_name_no_folder_of_the_machine() -> None:
+    given = ["benchmark/x.py", "--model-path", "/models/a b", "--out", "out/c"]
+    assert results_file.command(given) == "python benchmark/x.py --model-path 'a b' --out out/c"
