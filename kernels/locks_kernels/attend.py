@@ -21,6 +21,7 @@ def attend(
     sm_scale: float,
     v_scale: float = 1.0,
     *,
+    hot: tuple[torch.Tensor, torch.Tensor] | None = None,
     budgets: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -36,6 +37,9 @@ def attend(
         seq_lens: int ``[rows]``; the current page holds ``(seq_len - 1) % B + 1`` tokens.
         sm_scale: softmax scale, times the K scale of a scaled fp8 pool.
         v_scale: scale of the values, for a scaled fp8 pool.
+        hot: keys and values ``[tiles, B, d]`` of a second pool, contiguous, of the same dtype: a
+            negative entry e of ``selection.pages`` is its tile ``~e``, whatever the head.  The result
+            is that of the tile in the first pool, bit for bit.
         budgets: those given to a ``score_select`` with ``settled`` that was the call just before, on
             the same stream: rows that attend everything then do not wait for it.
         workspace: buffers of the GPU implementations, which allocate without it; the torch path
@@ -62,9 +66,11 @@ def attend(
     else:
         output, lse = out
     chosen = dispatch.choose(impl, queries.device, keys.dtype)
+    if hot is not None:
+        _check_hot(keys, values, *hot)
     arguments = (queries, keys, values, selection, page_table, seq_lens, sm_scale, v_scale, output, lse)
     if chosen == "torch":
-        _attend_torch(*arguments)
+        _attend_torch(*arguments, hot)
     elif rows:
         buffers = workspace.attend if workspace is not None else None
         if buffers is None:
@@ -76,12 +82,24 @@ def attend(
         if chosen == "cuda":
             from . import cuda_attend
 
-            cuda_attend.attend(*arguments, buffers, budgets)
+            cuda_attend.attend(*arguments, buffers, budgets, hot)
         else:
             from . import triton_attend
 
-            triton_attend.attend(*arguments, buffers)
+            triton_attend.attend(*arguments, buffers, hot)
     return output, lse
+
+
+def _check_hot(
+    keys: torch.Tensor, values: torch.Tensor, hot_keys: torch.Tensor, hot_values: torch.Tensor
+) -> None:
+    for name, pool, hot in (("keys", keys, hot_keys), ("values", values, hot_values)):
+        tile = [pool.shape[1], pool.shape[3]]
+        if list(hot.shape[1:]) != tile or hot.dtype != pool.dtype or not hot.is_contiguous():
+            raise ValueError(
+                f"hot {name} {list(hot.shape)} {hot.dtype}; legal: [tiles, {tile[0]}, {tile[1]}] "
+                f"{pool.dtype}, contiguous"
+            )
 
 
 def _attend_torch(
@@ -95,6 +113,7 @@ def _attend_torch(
     v_scale: float,
     output: torch.Tensor,
     lse: torch.Tensor,
+    hot: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     page_size, kv_heads = keys.shape[1], keys.shape[2]
     width = selection.pages.shape[-1]
@@ -105,6 +124,6 @@ def _attend_torch(
         else:
             pages = selection.pages[row, :, :count]
         out, row_lse = attend_pages(
-            queries[row], keys, values, pages.long(), (length - 1) % page_size + 1, sm_scale
+            queries[row], keys, values, pages.long(), (length - 1) % page_size + 1, sm_scale, hot
         )
         output[row], lse[row] = out * v_scale, row_lse

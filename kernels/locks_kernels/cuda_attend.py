@@ -33,6 +33,7 @@ def attend(
     lse: torch.Tensor,
     buffers: AttendBuffers,
     budgets: torch.Tensor | None = None,
+    hot: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Fill ``output [rows, q_heads, d]`` and ``lse [rows, q_heads]``; see ``locks_kernels.attend``.
 
@@ -42,7 +43,7 @@ def attend(
     check(queries, keys, values)
     rows, q_heads, _ = queries.shape
     kv_heads = keys.shape[2]
-    kernel = library(queries, keys)
+    kernel = library(queries, keys, hot is not None)
     splits, cluster = split(rows * kv_heads, clusters_of(kernel))
     kernel.attend(
         queries.data_ptr(),
@@ -72,12 +73,13 @@ def attend(
         cluster,
         TILES_A_WARP,
         0 if budgets is None else budgets.data_ptr(),
+        *((0, 0) if hot is None else (tiles.data_ptr() for tiles in hot)),
         torch.cuda.current_stream(queries.device).cuda_stream,
     )
 
 
-def library(queries: torch.Tensor, keys: torch.Tensor) -> Any:
-    """The library for these dtypes and this geometry; compiles at the first call."""
+def library(queries: torch.Tensor, keys: torch.Tensor, hot: bool = False) -> Any:
+    """The library for these dtypes and this geometry, for two pools if ``hot``; compiled at first use."""
     return build.load(
         "attend",
         HEAD_DIM=queries.shape[2],
@@ -85,6 +87,7 @@ def library(queries: torch.Tensor, keys: torch.Tensor) -> Any:
         KV_TYPE=KV_TYPES[keys.dtype],
         Q_TYPE=QUERY_TYPES[queries.dtype],
         HEAD_TILES=1 if queries.shape[1] // keys.shape[2] <= 8 else 2,
+        **({"HOT": 1} if hot else {}),
     )
 
 

@@ -76,18 +76,31 @@ def attend_pages(
     pages: torch.Tensor,
     last_tokens: int,
     sm_scale: float,
+    hot: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over listed pages; arguments and results as in ``reference.attend_pages``."""
+    """Softmax attention over listed pages; arguments and results as in ``reference.attend_pages``.
+
+    A negative entry is the tile ``~entry`` of ``hot``, keys and values ``[tiles, B, d]``.
+    """
     heads, page_size = keys.shape[2], keys.shape[1]
     tokens = (pages.shape[1] - 1) * page_size + last_tokens
     grouped = queries.float().unflatten(0, (heads, -1)) * sm_scale
     output = grouped.new_empty(*grouped.shape[:2], values.shape[-1])
     lse = grouped.new_empty(grouped.shape[:2])
     for head in range(heads):
-        picked = keys[:, :, head].index_select(0, pages[head]).flatten(0, 1)[:tokens].float()
+        picked = _pick(keys, hot and hot[0], pages[head], head)[:tokens].float()
         logits = grouped[head] @ picked.T
         torch.logsumexp(logits, -1, out=lse[head])
         shares = (logits - lse[head].unsqueeze(-1)).exp_()
-        picked = values[:, :, head].index_select(0, pages[head]).flatten(0, 1)[:tokens].float()
+        picked = _pick(values, hot and hot[1], pages[head], head)[:tokens].float()
         torch.mm(shares, picked, out=output[head])
     return output.flatten(0, 1), lse.flatten()
+
+
+def _pick(pool: torch.Tensor, hot: torch.Tensor | None, pages: torch.Tensor, head: int) -> torch.Tensor:
+    """Tokens of one head's tiles, ``[tokens, d]``, from the pool and, where negative, from ``hot``."""
+    if hot is None:
+        return pool[:, :, head].index_select(0, pages).flatten(0, 1)
+    picked = pool[:, :, head].index_select(0, pages.clamp(min=0))
+    picked[pages < 0] = hot[~pages[pages < 0]]
+    return picked.flatten(0, 1)

@@ -31,6 +31,7 @@ def attend(
     output: torch.Tensor,
     lse: torch.Tensor,
     buffers: AttendBuffers,
+    hot: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Fill ``output [rows, q_heads, d]`` and fp32 ``lse [rows, q_heads]``, both contiguous.
 
@@ -52,6 +53,7 @@ def attend(
         values.stride(0),
         values.stride(1),
         values.stride(2),
+        *(hot or (keys, values)),
         selection.pages,
         selection.pages.shape[-1],
         selection.counts,
@@ -68,6 +70,7 @@ def attend(
         DV=value_dim,
         B=page_size,
         STEP=TOKENS_A_STEP,
+        HOT=hot is not None,
         num_warps=4,
     )
     _merge_kernel[(rows * q_heads,)](
@@ -88,6 +91,8 @@ def _split_kernel(
     v_page,
     v_slot,
     v_head,
+    hot_keys,
+    hot_values,
     pages,
     width,
     counts,
@@ -104,6 +109,7 @@ def _split_kernel(
     DV: tl.constexpr,
     B: tl.constexpr,
     STEP: tl.constexpr,
+    HOT: tl.constexpr,
 ):
     """One split of one (row, KV head): unmerged output and LSE of its share of the tokens."""
     split = tl.program_id(0)
@@ -137,6 +143,8 @@ def _split_kernel(
         page = tl.load(page_list + token // B, mask=valid, other=0).to(tl.int64)
         slot = token % B
         k_at = keys + page * k_page + slot * k_slot + head * k_head
+        if HOT:  # a negative page is a tile of the second pool
+            k_at = tl.where(page < 0, hot_keys + ((-1 - page) * B + slot) * D, k_at)
         k = tl.load(k_at[:, None] + dims[None, :], mask=valid[:, None], other=0.0).to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * sm_scale
         logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -144,6 +152,8 @@ def _split_kernel(
         weights = tl.exp(logits - higher[:, None])
         decay = tl.exp(peak - higher)
         v_at = values + page * v_page + slot * v_slot + head * v_head
+        if HOT:
+            v_at = tl.where(page < 0, hot_values + ((-1 - page) * B + slot) * DV, v_at)
         v = tl.load(v_at[:, None] + value_dims[None, :], mask=valid[:, None], other=0.0).to(q.dtype)
         acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)

@@ -12,6 +12,7 @@
 // variant: HEAD_DIM=128 PAGE=16 KV_TYPE=0 Q_TYPE=0 HEAD_TILES=2
 // variant: HEAD_DIM=64 PAGE=32 KV_TYPE=3 Q_TYPE=1 HEAD_TILES=1
 // variant: HEAD_DIM=256 PAGE=64 KV_TYPE=1 Q_TYPE=1 HEAD_TILES=2
+// variant: HEAD_DIM=128 PAGE=16 KV_TYPE=0 Q_TYPE=0 HEAD_TILES=1 HOT=1
 #include "attend_merge.cuh"
 
 namespace locks {
@@ -124,7 +125,8 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
             int64_t width, int64_t counts, int64_t page_table, int64_t table_row, int64_t lengths, int64_t wide_lengths,
             double sm_scale, double v_scale, int64_t output, int64_t lse, int64_t partial_output, int64_t partial_sums,
             int64_t arrivals, int64_t rows, int64_t kv_heads, int64_t group, int64_t splits, int64_t cluster,
-            int64_t tiles_a_warp, int64_t budgets, int64_t stream) {
+            int64_t tiles_a_warp, int64_t budgets, [[maybe_unused]] int64_t hot_keys,
+            [[maybe_unused]] int64_t hot_values, int64_t stream) {
   Params params{address<const void>(queries),
                 q_row,
                 q_head,
@@ -155,6 +157,10 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
                 static_cast<int>(cluster),
                 static_cast<int>(tiles_a_warp),
                 address<const int>(budgets)};
+#if HOT
+  params.hot_keys = address<const unsigned char>(hot_keys);
+  params.hot_values = address<const unsigned char>(hot_values);
+#endif
   static const bool prepared = (prepare(), true);
   (void)prepared;
   dim3 grid(static_cast<unsigned>(splits), static_cast<unsigned>(rows * kv_heads));

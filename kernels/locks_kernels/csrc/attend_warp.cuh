@@ -10,6 +10,9 @@
 #define Q_TYPE 0
 #define HEAD_TILES 1
 #endif
+#ifndef HOT  // whether negative entries of the lists are tiles of a second pool
+#define HOT 0
+#endif
 #ifndef WARPS
 #define WARPS 4
 #endif
@@ -57,6 +60,9 @@ struct Params {
   // Not null: the kernels before this one are score and select, which started when the queries, the
   // pool and the tables were complete; rows that fit their budget need nothing of these two.
   const int* budgets;
+#if HOT
+  const unsigned char *hot_keys, *hot_values;  // [tiles, kPage, kDim]
+#endif
 };
 
 // ---- operands ---------------------------------------------------------------------------------
@@ -231,6 +237,21 @@ __device__ __forceinline__ void accumulate(const Tile& tile, const uint32_t (&p)
   }
 }
 
+// Where the token `slot` of a page lies, and the bytes from token to token.
+struct Place {
+  const unsigned char* at;
+  int64_t slot_bytes;
+};
+
+__device__ __forceinline__ Place find(const unsigned char* pool, int64_t page_bytes, int64_t slot_bytes,
+                                      [[maybe_unused]] const unsigned char* hot, int64_t page, int slot) {
+#if HOT
+  constexpr int64_t kTokenBytes = kDim * Kv::kBytes;
+  if (page < 0) return {hot + ((-1 - page) * kPage + slot) * kTokenBytes, kTokenBytes};
+#endif
+  return {pool + page * page_bytes + slot * slot_bytes, slot_bytes};
+}
+
 // Tiles [begin, end) of the row's `tokens` tokens.
 __device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, const int* pages, int head,
                                              int tokens, int begin, int end, Accumulator& acc) {
@@ -238,10 +259,22 @@ __device__ __forceinline__ void attend_tiles(const Params& params, const Queries
   const unsigned char* values = params.values + head * params.v_head;
   PageList list(pages, begin, end);
   auto slot_of = [](int tile) { return tile % (kPage / 16) * 16; };
+  const unsigned char *hot_keys = nullptr, *hot_values = nullptr;
+#if HOT
+  hot_keys = params.hot_keys, hot_values = params.hot_values;
+#endif
   Tile tile;
+  auto load_keys = [&](int64_t page, int at, int left) {
+    Place place = find(keys, params.k_page, params.k_slot, hot_keys, page, slot_of(at));
+    tile.keys.load(place.at, place.slot_bytes, left);
+  };
+  auto load_values = [&](int64_t page, int at, int left) {
+    Place place = find(values, params.v_page, params.v_slot, hot_values, page, slot_of(at));
+    tile.values.load(place.at, place.slot_bytes, left);
+  };
   int64_t page = list.page(begin);
-  tile.keys.load(keys + page * params.k_page + slot_of(begin) * params.k_slot, params.k_slot, tokens - 16 * begin);
-  tile.values.load(values + page * params.v_page + slot_of(begin) * params.v_slot, params.v_slot, tokens - 16 * begin);
+  load_keys(page, begin, tokens - 16 * begin);
+  load_values(page, begin, tokens - 16 * begin);
   for (int at = begin; at < end; ++at) {
     // Past the end nothing is loaded: no token is left of the share.
     int next = at + 1;
@@ -250,10 +283,10 @@ __device__ __forceinline__ void attend_tiles(const Params& params, const Queries
     float s[kTiles][4];
     uint32_t p[kTiles][2];
     products(tile, queries, s);
-    tile.keys.load(keys + page * params.k_page + slot_of(next) * params.k_slot, params.k_slot, left);
+    load_keys(page, next, left);
     weights(s, tokens - 16 * at, params.scale, acc, p);
     accumulate(tile, p, acc);
-    tile.values.load(values + page * params.v_page + slot_of(next) * params.v_slot, params.v_slot, left);
+    load_values(page, next, left);
   }
 }
 

@@ -1,0 +1,61 @@
+"""Compile the tier's Triton kernels for a GPU that is not there: ``python compile_tier.py``.
+
+The ops run on CPU tensors, with a launch replaced by a compilation for sm_90; so the signatures are those
+that the ops really pass. Needs a process without Triton's interpreter. Prints a line a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from locks_kernels import Selection, attend, page_view, tier
+from locks_kernels.hot_cache import HotCache
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+
+def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Stands for ``JITFunction.run``."""
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | options
+    constants = {param.name: bound[param.name] for param in kernel.params if param.is_constexpr}
+    signature = {
+        name: "constexpr" if name in constants else mangle_type(bound[name]) for name in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, constexprs=constants)
+    chosen = {name: value for name, value in options.items() if name not in bound or name == "num_warps"}
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
+    assert done.asm["cubin"], kernel.fn.__name__
+    print(kernel.fn.__name__, len(done.asm["cubin"]))
+
+
+def main() -> None:
+    JITFunction.run = compile_instead
+    rows, heads, width, pages, layers, page, dim = 2, 4, 128, 9, 3, 16, 128
+    cache = HotCache.allocate(
+        layers=layers, pages=pages, kv_heads=heads, page_size=page, head_dim=dim, capacity=300,
+        max_rows=rows, width=width, open_rows=rows,
+    )  # fmt: skip
+    pool = [page_view(torch.zeros(pages * page, heads, dim).bfloat16(), page) for _ in range(layers)]
+    table = torch.zeros(rows, 4, dtype=torch.int32)
+    lengths, requests = torch.full((rows,), 17), torch.arange(rows)
+    tier.begin_step(cache, pool, pool, table, lengths, requests, impl="triton")
+    tier.invalidate(cache, torch.arange(3), impl="triton")
+    new = torch.zeros(rows, heads, dim).bfloat16()
+    tier.write_open(cache, 1, new, new, lengths, requests, impl="triton")
+    lists = torch.zeros(rows, heads, width, dtype=torch.int32)
+    selection = Selection(lists, lists, torch.full((rows,), 2, dtype=torch.int32))
+    for given in (requests, None):
+        sources = tier.resolve(cache, 1, selection, given, impl="triton")
+    tier.fill(cache, 1, pool[1], pool[1], impl="triton")
+    queries = torch.zeros(rows, heads * 8, dim).bfloat16()
+    for hot in ((cache.keys, cache.values), None):
+        attend(
+            queries, pool[1], pool[1], sources, table, lengths, 0.1, hot=hot, impl="triton"
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
