@@ -146,6 +146,27 @@ class HostMemory:
             self._registered.append(self.address + start)
 
 
+def on_gpu(host: torch.Tensor) -> torch.Tensor:
+    """The registered memory of a contiguous tensor as one of the current GPU, which addresses it as it is.
+
+    Not run on a GPU yet.
+
+    Raises:
+        LocksError: the GPU has another address for it.
+    """
+
+    class Memory:
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = {
+                "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3,
+            }  # fmt: skip
+
+    mapped = torch.as_tensor(Memory(), device="cuda")
+    if mapped.data_ptr() != host.data_ptr():
+        raise LocksError("host memory has another address on this GPU; legal: GPUs with unified addressing")
+    return mapped.view(host.dtype).view(host.shape)
+
+
 def touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
     """Write zeros everywhere, by threads on the given CPUs, so that every page lies on their node.
 
