@@ -27,6 +27,7 @@ def score(
     sm_scale: float,
     scores: torch.Tensor,
     lse: torch.Tensor,
+    open_pages: torch.Tensor | None = None,
 ) -> None:
     """Fill ``scores`` and ``lse`` of all rows (fp32; rows of scores start at even addresses).
 
@@ -46,6 +47,7 @@ def score(
         (scores.stride(0), scores.stride(1)),
         0,
         tiles,
+        open_pages=open_pages,
     )
     library(queries, keys, None).lse(
         scores.data_ptr(),
@@ -72,11 +74,12 @@ def score_packed(
     scores: torch.Tensor,
     row_tiles: torch.Tensor,
     settled: bool = False,
+    open_pages: torch.Tensor | None = None,
 ) -> None:
     """Score the rows whose budget leaves pages out, packed row after row, for ``select``.
 
     ``scores`` is fp32 ``[q_heads * total_pages]``; ``row_tiles``, int32 ``[rows + 1]`` at least, gets
-    where each row begins, in tiles of 8 pages.  ``settled`` as in ``score_select``.
+    where each row begins, in tiles of 8 pages.  ``settled`` and ``open_pages`` as in ``score_select``.
     """
     tiles = scores.numel() // (queries.shape[1] * TILE_PAGES)
     _launch(
@@ -92,6 +95,7 @@ def score_packed(
         row_tiles.data_ptr(),
         tiles,
         settled,
+        open_pages,
     )
 
 
@@ -108,13 +112,14 @@ def _launch(
     row_tiles: int,
     capacity: int,
     settled: bool = False,
+    open_pages: torch.Tensor | None = None,
 ) -> None:
     check(queries, keys, records, page_table, seq_lens, budgets)
     rows, q_heads, _ = queries.shape
     kv_heads = keys.shape[2]
     if rows == 0:
         return
-    loaded = library(queries, keys, records)
+    loaded = library(queries, keys, records, open_pages is not None)
     common = (
         page_table.data_ptr(),
         page_table.stride(0),
@@ -141,13 +146,17 @@ def _launch(
     if isinstance(records, Summaries):
         storage = records.scales.untyped_storage()
         planes = [plane.data_ptr() for plane in records.planes]
-        loaded.score(*vectors, *planes, storage.data_ptr() + storage.nbytes(), *common, settled, stream)
+        end = storage.data_ptr() + storage.nbytes()
+        current = 0 if open_pages is None else open_pages.data_ptr()
+        loaded.score(*vectors, *planes, end, *common, settled, current, stream)
     else:
         planes = [0, 0] if records is None else [plane.data_ptr() for plane in records.planes]
         loaded.page_scores(*vectors, *planes, *common, stream)
 
 
-def library(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) -> Any:
+def library(
+    queries: torch.Tensor, keys: torch.Tensor, records: Records | None, open_pages: bool = False
+) -> Any:
     """The library for this geometry; compiles at its first call, so call it before a graph capture."""
     constants = {
         "HEAD_DIM": keys.shape[3],
@@ -165,6 +174,7 @@ def library(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) 
         ROTATED=int(layout.rotated),
         BLOCKS=-(-queries.shape[1] // (keys.shape[2] * 8)),
         HEADS_TOGETHER=heads_together(records),
+        **({"OPEN_PAGES": 1} if open_pages else {}),
         **constants,
     )
 

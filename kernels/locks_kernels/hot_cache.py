@@ -157,6 +157,11 @@ class HotCache:
     def head_dim(self) -> int:
         return self.keys.shape[2]
 
+    def open_keys(self, layer: int) -> torch.Tensor:
+        """Keys of the open pages of a layer, as a page view ``[open_rows, B, kv_heads, d]``."""
+        shape = (self.open_rows, self.layers, self.kv_heads, self.page_size, self.head_dim)
+        return self.keys[self.capacity :].view(shape)[:, layer].transpose(1, 2)
+
     @property
     def tile_bytes(self) -> int:
         """Bytes of K and V of one tile."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from . import dispatch
-from .layout import Envelopes, Records
+from .layout import Envelopes, Records, Summaries
 from .reference import score_keys, score_open_page
 from .torch_path import score_pages
 
@@ -35,6 +35,7 @@ def score(
     seq_lens: torch.Tensor,
     sm_scale: float,
     *,
+    open_pages: torch.Tensor | None = None,
     out: PageScores | None = None,
     impl: str = "auto",
 ) -> PageScores:
@@ -51,6 +52,9 @@ def score(
         page_table: int32 ``[rows, max_pages]``, physical page of every logical page.
         seq_lens: int ``[rows]``, tokens of each request, the current one included (>= 1).
         sm_scale: softmax scale, usually ``1 / sqrt(d)``.
+        open_pages: int32 ``[rows]``, page of ``keys`` that holds the current page of each row, where that
+            is not the page table's: ``keys`` is then read there alone (see ``HotCache.open_keys``).
+            Needs ``Summaries``.
         out: results of an earlier call with the same shapes, filled again, so that a GPU need
             not allocate; the torch path makes new ones.
         impl: ``auto``, ``cuda``, ``triton`` or ``torch`` (see ``dispatch.choose``).
@@ -62,17 +66,19 @@ def score(
         ValueError: q_heads is no multiple of kv_heads, the records do not fit the keys, or the
             implementation does not take a dtype or stride; the message names what is legal.
     """
-    check(queries, keys, records)
+    check(queries, keys, records, open_pages)
     chosen = dispatch.choose(impl, queries.device)
     if chosen == "torch":
-        return _score_torch(queries, keys, records, page_table, seq_lens, sm_scale)
+        return _score_torch(queries, keys, records, page_table, seq_lens, sm_scale, open_pages)
     if out is None:
         out = _empty_scores(queries, page_table.shape[1], even=chosen == "cuda")
     if chosen == "cuda":
         from . import cuda_score as implementation
     else:
         from . import triton_score as implementation  # type: ignore[no-redef]
-    implementation.score(queries, keys, records, page_table, seq_lens, sm_scale, out.scores, out.lse)
+    implementation.score(
+        queries, keys, records, page_table, seq_lens, sm_scale, out.scores, out.lse, open_pages
+    )
     return out
 
 
@@ -92,6 +98,7 @@ def _score_torch(
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     sm_scale: float,
+    open_pages: torch.Tensor | None,
 ) -> PageScores:
     rows, q_heads, _ = queries.shape
     page_size = keys.shape[1]
@@ -104,13 +111,29 @@ def _score_torch(
             scores[row, :, :closed] = score_pages(queries[row], records, table[:closed], sm_scale)
         elif closed:
             scores[row, :, :closed] = score_keys(queries[row], keys[table[:closed]], sm_scale)
-        open_keys = keys[table[closed], : length - closed * page_size]
+        page = table[closed] if open_pages is None else open_pages[row]
+        open_keys = keys[page, : length - closed * page_size]
         scores[row, :, closed : closed + 1] = score_open_page(queries[row], open_keys, sm_scale, selector)
     return PageScores(scores, scores.logsumexp(-1))
 
 
-def check(queries: torch.Tensor, keys: torch.Tensor, records: Records | None) -> None:
+def check(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    records: Records | None,
+    open_pages: torch.Tensor | None = None,
+) -> None:
     """Raise ValueError unless queries, keys and records are of one geometry."""
+    if open_pages is not None and (
+        not isinstance(records, Summaries)
+        or open_pages.dtype != torch.int32
+        or open_pages.shape != queries.shape[:1]
+        or not open_pages.is_contiguous()
+    ):
+        raise ValueError(
+            f"open_pages {list(open_pages.shape)} {open_pages.dtype} with {type(records).__name__}; legal: "
+            f"[{len(queries)}] torch.int32, contiguous, with Summaries"
+        )
     q_heads, head_dim = queries.shape[1:]
     _, page_size, kv_heads, key_dim = keys.shape
     if head_dim != key_dim:

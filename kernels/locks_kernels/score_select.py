@@ -21,6 +21,7 @@ def score_select(
     sm_scale: float,
     *,
     width: int,
+    open_pages: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     settled: bool = False,
     impl: str = "auto",
@@ -39,13 +40,15 @@ def score_select(
     Raises:
         ValueError: shapes or dtypes do not fit, or the workspace is too small for the batch.
     """
-    check(queries, keys, records)
+    check(queries, keys, records, open_pages)
     chosen = dispatch.choose(impl, queries.device)
     arguments = (queries, keys, records, page_table, seq_lens, budgets, sm_scale, width)
     if chosen == "cuda":
-        return _score_select_cuda(*arguments, workspace, settled)
+        return _score_select_cuda(*arguments, open_pages, workspace, settled)
     if chosen == "triton":
-        scores = score(queries, keys, records, page_table, seq_lens, sm_scale, impl=chosen)
+        scores = score(
+            queries, keys, records, page_table, seq_lens, sm_scale, open_pages=open_pages, impl=chosen
+        )
         return select(
             scores,
             page_table,
@@ -56,7 +59,7 @@ def score_select(
             width=width,
             impl=chosen,
         )
-    return _score_select_torch(*arguments)
+    return _score_select_torch(*arguments, open_pages)
 
 
 def _score_select_cuda(
@@ -68,6 +71,7 @@ def _score_select_cuda(
     budgets: torch.Tensor,
     sm_scale: float,
     width: int,
+    open_pages: torch.Tensor | None,
     workspace: Workspace | None,
     settled: bool,
 ) -> Selection:
@@ -98,6 +102,7 @@ def _score_select_cuda(
         workspace.scores,
         workspace.row_tiles,
         settled,
+        open_pages,
     )
     out = Selection(workspace.pages[:rows], workspace.logical[:rows], workspace.counts[:rows])
     cuda_select.select(
@@ -125,6 +130,7 @@ def _score_select_torch(
     budgets: torch.Tensor,
     sm_scale: float,
     width: int,
+    open_pages: torch.Tensor | None,
 ) -> Selection:
     page_size, kv_heads = keys.shape[1], keys.shape[2]
     present = (seq_lens + page_size - 1) // page_size
@@ -141,7 +147,10 @@ def _score_select_torch(
     rows = (present > counts).nonzero().flatten()
     if rows.numel():
         lengths = seq_lens[rows]
-        page_scores = score(queries[rows], keys, records, page_table[rows], lengths, sm_scale)
+        page_scores = score(
+            queries[rows], keys, records, page_table[rows], lengths, sm_scale,
+            open_pages=None if open_pages is None else open_pages[rows],
+        )  # fmt: skip
         chosen = select(
             page_scores,
             page_table[rows],

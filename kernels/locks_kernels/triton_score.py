@@ -31,6 +31,7 @@ def score(
     sm_scale: float,
     scores: torch.Tensor,
     lse: torch.Tensor,
+    open_pages: torch.Tensor | None = None,
 ) -> None:
     """Fill ``scores [rows, q_heads, max_pages]`` and ``lse [rows, q_heads]`` (fp32, contiguous).
 
@@ -60,11 +61,13 @@ def score(
         *planes,
         page_table,
         page_table.stride(0),
+        seq_lens if open_pages is None else open_pages,
         seq_lens,
         scores,
         sm_scale,
         max_pages,
         kv_heads,
+        OPEN=open_pages is not None,
         KIND=kind,
         GROUP=q_heads // kv_heads,
         D=head_dim,
@@ -119,11 +122,13 @@ def _score_kernel(
     coefficient_order,
     page_table,
     table_row,
+    open_pages,
     seq_lens,
     scores,
     sm_scale,
     max_pages,
     kv_heads,
+    OPEN: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -182,7 +187,10 @@ def _score_kernel(
         result = tl.where(valid[None, :], closed_scores, result)
 
     if (first <= closed) & (closed < first + P):
-        page = tl.load(page_table + row * table_row + closed).to(tl.int64)
+        if OPEN:
+            page = tl.load(open_pages + row).to(tl.int64)
+        else:
+            page = tl.load(page_table + row * table_row + closed).to(tl.int64)
         q_at = queries + row * q_row + (head * GROUP + group[:, None]) * q_head + dims[None, :]
         q = tl.load(q_at, mask=in_group[:, None], other=0.0).to(tl.float32)
         tokens = length - closed * B

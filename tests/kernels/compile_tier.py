@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import triton
-from locks_kernels import Selection, attend, page_view, tier
+from locks_kernels import Selection, Summaries, SummaryLayout, attend, page_view, score, tier
 from locks_kernels.hot_cache import HotCache
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -55,6 +55,11 @@ def main() -> None:
         attend(
             queries, pool[1], pool[1], sources, table, lengths, 0.1, hot=hot, impl="triton"
         )  # fmt: skip
+    records = Summaries.allocate(SummaryLayout.parse("r6h", dim, page), (1, pages, heads))
+    score(
+        queries, cache.open_keys(1), records.layer(0), table, lengths, 0.1,
+        open_pages=requests.int(), impl="triton",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

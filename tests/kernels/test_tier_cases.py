@@ -11,7 +11,7 @@ import interpreter
 import pytest
 import torch
 from cases import Cache, make_cache
-from locks_kernels import Selection, attend, tier
+from locks_kernels import Selection, attend, score, score_select, tier
 from locks_kernels.hot_cache import CALLS, CLOCK, COPIES, COUNTERS, NOBODY, WRAP, HotCache
 
 interpreter.require()
@@ -241,6 +241,45 @@ def test_open_pages_are_loaded_when_another_wrote_them(impl: str) -> None:
     before = held[0].clone()
     table[1, 1] = 1
     assert torch.equal(begin(PAGE + 8, PAGE + 1)[0], before)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_open_pages_are_scored_where_they_are(impl: str) -> None:
+    """Scores and selections of one pool, with keys read from the open pages alone."""
+    cache = make_cache([300, 17, 64, 97], kv_heads=2)
+    hot = HotCache.allocate(
+        layers=2, pages=len(cache.keys), kv_heads=2, page_size=16, head_dim=64, capacity=3, max_rows=4,
+        width=4, open_rows=6, dtype=torch.float32,
+    )  # fmt: skip
+    requests = torch.tensor([4, 0, 5, 1], dtype=torch.int32)
+    noise = torch.randn_like(cache.keys)
+    keys, values = [noise, cache.keys], [noise, cache.values]
+    tier.begin_step(hot, keys, values, cache.page_table, cache.seq_lens, requests, impl=impl)
+    # Row 1 is at the first token of its page, which no step before could have loaded.
+    last = cache.page_table.gather(1, ((cache.seq_lens - 1) // 16).unsqueeze(1)).squeeze(1).long()
+    new = [pool[last, (cache.seq_lens - 1) % 16] for pool in (cache.keys, cache.values)]
+    tier.write_open(hot, 1, *new, cache.seq_lens, requests, impl=impl)
+
+    records, tables = cache.records("r4h"), (cache.page_table, cache.seq_lens)
+    expected = score(cache.queries, cache.keys, records, *tables, cache.sm_scale, impl=impl)
+    got = score(
+        cache.queries, hot.open_keys(1), records, *tables, cache.sm_scale, open_pages=requests, impl=impl
+    )
+    assert torch.equal(got.scores, expected.scores) and torch.equal(got.lse, expected.lse)
+    budgets = torch.tensor([3, 4, 4, 2], dtype=torch.int32)
+    rest = (records, *tables, budgets, cache.sm_scale)
+    chosen = score_select(cache.queries, cache.keys, *rest, width=4, impl=impl)
+    also = score_select(cache.queries, hot.open_keys(1), *rest, width=4, open_pages=requests, impl=impl)
+    assert torch.equal(chosen.pages, also.pages) and torch.equal(chosen.counts, also.counts)
+    other = score(
+        cache.queries, hot.open_keys(0), records, *tables, cache.sm_scale, open_pages=requests, impl=impl
+    )
+    assert not torch.equal(other.scores, expected.scores)
+    for wrong in (requests.long(), requests[:3]):
+        with pytest.raises(ValueError, match=r"open_pages .*legal: \[4\] torch.int32"):
+            score_select(cache.queries, hot.open_keys(1), *rest, width=4, open_pages=wrong, impl=impl)
+    with pytest.raises(ValueError, match=r"with NoneType; legal: .* with Summaries"):
+        score(cache.queries, cache.keys, None, *tables, 1.0, open_pages=requests, impl=impl)
 
 
 def split_pool(cache: Cache, selection: Selection, share: float) -> tuple[Selection, list[torch.Tensor]]:

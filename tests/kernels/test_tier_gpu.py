@@ -7,7 +7,17 @@ from dataclasses import fields
 import pytest
 import torch
 from gpu_cases import gpu
-from locks_kernels import Selection, attend, build, page_view, tier
+from locks_kernels import (
+    Selection,
+    Summaries,
+    SummaryLayout,
+    attend,
+    build,
+    page_view,
+    score,
+    summarize,
+    tier,
+)
 from locks_kernels.hot_cache import COUNTERS, HotCache
 
 pytestmark = gpu
@@ -155,3 +165,25 @@ def test_tables_equal_those_of_torch() -> None:
         assert number or held[0] == held[1]
         assert abs(len(held[0] ^ held[1])) <= 0.2 * len(held[1])
     assert torch.allclose(decode.cache.counters.cpu().float(), twin.counters.float(), rtol=0.05)
+
+
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+def test_open_pages_are_scored_where_they_are(impl: str) -> None:
+    if impl == "cuda" and build.missing() is not None:
+        pytest.skip(f"no CUDA compiler: {build.missing()}")
+    decode = Decode(0)
+    keys, values = (decode.views(decode.mapped, which) for which in (0, 1))
+    layout = SummaryLayout.parse("r6h", DIM, PAGE)
+    records = Summaries.allocate(layout, (1, PAGES, HEADS), "cuda")
+    resident = decode.views(decode.resident, 0)[2]
+    summarize([resident], torch.arange(PAGES * PAGE, device="cuda"), records)
+    decode.lengths.copy_(torch.tensor([5005, 4003, 27]))
+    tables = (decode.table, decode.lengths)
+    tier.begin_step(decode.cache, keys, values, *tables, decode.requests)
+    queries = torch.randn(ROWS, HEADS * GROUP, DIM, device="cuda").bfloat16()
+    expected = score(queries, resident, records.layer(0), *tables, 0.1, impl=impl)
+    got = score(
+        queries, decode.cache.open_keys(2), records.layer(0), *tables, 0.1,
+        open_pages=decode.requests.int(), impl=impl,
+    )  # fmt: skip
+    assert torch.equal(got.scores, expected.scores) and torch.equal(got.lse, expected.lse)

@@ -8,7 +8,7 @@
 // everything, the copying warps score the pages of the current tokens from their keys.
 //
 // variant: HEAD_DIM=128 RANK=4
-// variant: HEAD_DIM=64 RANK=6 ROTATED=1 HEADS_TOGETHER=1
+// variant: HEAD_DIM=64 RANK=6 ROTATED=1 HEADS_TOGETHER=1 OPEN_PAGES=1
 // variant: HEAD_DIM=128 RANK=8 BLOCKS=2 HEADS_TOGETHER=2 QUERY_HALF=1 KEY_FP8=1
 
 #include "exact_page.cuh"
@@ -24,6 +24,9 @@
 #endif
 #ifndef KEY_FP8
 #define KEY_FP8 0
+#endif
+#ifndef OPEN_PAGES  // whether the current pages' keys lie at places of their own
+#define OPEN_PAGES 0
 #endif
 
 namespace locks {
@@ -51,6 +54,9 @@ struct ScoreParams {
   // The tables and records were complete before the kernel before this one began: only the queries
   // and the current page's keys are waited for.
   bool settled;
+#if OPEN_PAGES
+  const int* open_pages;
+#endif
 };
 
 struct Rows {
@@ -282,7 +288,11 @@ __device__ __forceinline__ void score_current_pages(const ScoreParams& params, c
     int row = unit / params.kv_heads, head = unit % params.kv_heads;
     if (rows.first[row + 1] == rows.first[row]) continue;
     int page = rows.closed[row], tokens = params.lengths[row] - page * kPage;
+#if OPEN_PAGES
+    int physical = __ldg(params.open_pages + row);
+#else
     int physical = __ldg(params.page_table + row * params.table_stride + page);
+#endif
     float scores[2];
     exact_page_scores<kDim, kPage, QUERY_HALF != 0, KEY_FP8 != 0>(
         scores,
@@ -332,7 +342,7 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
            int64_t scales, int64_t scales_end, int64_t page_table, int64_t table_stride, int64_t lengths,
            bool wide_lengths, int64_t budgets, int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
            int64_t row_tiles, int64_t rows, int64_t kv_heads, int64_t group, int64_t capacity, double sm_scale,
-           bool settled, int64_t stream) {
+           bool settled, [[maybe_unused]] int64_t open_pages, int64_t stream) {
   ScoreParams params;
   params.queries = address<const uint16_t>(queries);
   params.query_row_stride = query_row_stride;
@@ -361,6 +371,9 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
   params.capacity = static_cast<int>(capacity);
   params.sm_scale = static_cast<float>(sm_scale);
   params.settled = settled;
+#if OPEN_PAGES
+  params.open_pages = address<const int>(open_pages);
+#endif
 
   const int device = current_device();
   static bool prepared[kMaxDevices] = {};
