@@ -193,7 +193,7 @@ def figures() -> None:
         plots.throughput(served["rows"], folder / "throughput.svg")
 
 
-PAGES = {
+PAGES: dict[Path, pages.Parts] = {
     ROOT / "docs" / "results.md": {
         "decode_step": decode_step,
         "throughput": lambda: throughput("h200"),
