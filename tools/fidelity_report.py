@@ -93,7 +93,11 @@ def auto_decode(rows: Rows) -> str:
         found = pick(decoded, rule=rule, target=target)
         for chosen in by_pages(found) if rule == "fixed" else [found]:
             taken, kl = mean(chosen, "pages"), mean(chosen, "kl")
-            line = [RULES.get(rule, rule), "-" if target is None else f"{target:.2f}", f"{taken:.1f}"]
+            line: list[str] = [
+                RULES.get(rule) or str(rule),
+                "-" if target is None else f"{target:.2f}",
+                f"{taken:.1f}",
+            ]
             line += [f"{kl:.4f}", percent(chosen, "agree")]
             if rule == "fixed":
                 lines.append([*line, "-", "-"])
