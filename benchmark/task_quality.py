@@ -19,9 +19,7 @@ import argparse
 import hashlib
 import json
 import random
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from typing import Any
 import results_file
 from locks_sglang import cpu_stand_ins
 from quality.recipes import RECIPES, Recipe
-from serving.server import Server, launched, on_gpu
+from serving.server import Server, launched, on_gpu, stop_when_told_to_end
 from serving.variants import Variant
 
 PAPER = Path(__file__).parent / "quality" / "paper.json"
@@ -292,6 +290,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # The server has a session of its own: it ends only if this ends in order.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    stop_when_told_to_end()
     raise SystemExit(main())

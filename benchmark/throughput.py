@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +37,7 @@ from typing import Any
 import results_file
 from serving import word_tokenizer
 from serving.load import WORKLOADS, Case, drive
-from serving.server import LoadWatch, Server, ServerFailed, launched, on_gpu
+from serving.server import LoadWatch, Server, ServerFailed, launched, on_gpu, stop_when_told_to_end
 from serving.variants import Variant
 
 VARIANTS = "dense:fa3,dense:flashinfer,locks:r6h,locks:r4i4"
@@ -304,6 +302,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # The server has a session of its own: it ends only if this ends in order.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    stop_when_told_to_end()
     raise SystemExit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pages
+from fidelity_report import pick
 from locks_kernels import EnvelopeLayout, SummaryLayout
 
 Row = dict[str, Any]
@@ -28,14 +29,7 @@ def selectors(rows: Rows) -> str:
     for name in names:
         line = [f"**{name}**" if name == DEFAULT else name]
         line += [f"{size(name, 64):,}", f"{size(name, 128):,}"]
-        lines.append(
-            line
-            + [
-                f"{mean(found, 'mass', name, budget=budget):.1f} / "
-                f"{mean(found, 'recall', name, budget=budget):.1f}"
-                for budget in budgets
-            ]
-        )
+        lines.append(line + [pair(found, name, budget=budget) for budget in budgets])
     first, *others = budgets
     head = ["selector", "bytes, d = 64", "bytes, d = 128", f"b = {first}", *map(str, others)]
     return pages.table(head, lines)
@@ -139,10 +133,6 @@ def size(name: str, dim: int) -> int:
         "Quest": EnvelopeLayout(dim, PAGE).bytes_per_page,
     }
     return fixed[name] if name in fixed else SummaryLayout.parse(name, dim, PAGE).bytes_per_page
-
-
-def pick(rows: Rows, **case: Any) -> Rows:
-    return [row for row in rows if all(row[name] == value for name, value in case.items())]
 
 
 def mean(rows: Rows, figure: str, name: str | None = None, **case: Any) -> float:

@@ -144,6 +144,11 @@ def launched(flags: Sequence[str], log_path: Path) -> Iterator[Server]:
         _stop(process)
 
 
+def stop_when_told_to_end() -> None:
+    """SIGTERM ends this process in order. A server has a session of its own: it ends only then."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
 def _wait(server: Server, process: subprocess.Popen[bytes], log_path: Path) -> None:
     begun = time.monotonic()
     while time.monotonic() - begun < START_TIMEOUT_S:
