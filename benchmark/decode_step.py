@@ -73,9 +73,11 @@ def main() -> int:
     return 0 if rows else 1
 
 
-def run_variant(variant: str, checks: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
-    """Run one variant in its own process; its rows come as JSON lines on its output."""
-    command = [sys.executable, __file__, "--child", variant, *sys.argv[1:]]
+def run_variant(
+    variant: str, checks: dict[str, list[list[int]]], script: str = __file__
+) -> list[dict[str, Any]]:
+    """Run one variant of ``script`` in its own process; its rows come as JSON lines on its output."""
+    command = [sys.executable, script, "--child", variant, *sys.argv[1:]]
     rows = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -165,10 +167,15 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
 
 def start_runner(flags: list[str], batches: list[int]) -> Any:
     """SGLang's model runner with pools and graphs, as its own benchmark drives it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        from locks_sglang import cpu_stand_ins
+
+        cpu_stand_ins.activate()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import torch
     from sglang.benchmark import one_batch
     from sglang.srt.entrypoints.engine import _set_envs_and_config
     from sglang.srt.server_args import PortArgs, prepare_server_args

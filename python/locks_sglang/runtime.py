@@ -245,6 +245,11 @@ class SparseDecode:
         if self._trace is not None:
             self._trace.after_step(self._step, self._taps, rows, rids)
 
+    @property
+    def audits_launched(self) -> int:
+        """Decode steps that were audited, whether the results have arrived or not."""
+        return self._audit.launched if self._audit is not None else 0
+
     def status(self) -> dict[str, Any]:
         """What ``/server_info`` shows: :meth:`describe` and the counters, with every finished audit."""
         if self._audit is not None:
