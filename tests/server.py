@@ -144,6 +144,16 @@ class Server:
         if answer.status_code != 200:
             raise requests.HTTPError(answer.text, response=answer)
 
+    @contextmanager
+    def held(self, settle_s: float = 0.3) -> Iterator[None]:
+        """Requests sent meanwhile all begin at its end; those still on their way then have `settle_s`."""
+        self.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+        try:
+            yield
+            time.sleep(settle_s)
+        finally:
+            self.post("/continue_generation", {}).raise_for_status()
+
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """Abort the request whose body carried `rid`, or all of them."""
         answer = self.post("/abort_request", {"rid": rid, "abort_all": abort_all})

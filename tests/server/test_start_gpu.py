@@ -14,8 +14,8 @@ TRITON = ("--sparse-decode", "locks", "--attention-backend", "triton")
 def test_one_flag_serves(servers: ServerPool) -> None:
     """All graphs are captured, prefill's too; the answer is right and the decode rows are sparse."""
     server = servers.get(*SHIPPED)
-    answer = server.chat("What is the capital of France?")
-    assert "Paris" in answer["choices"][0]["message"]["content"]
+    # In bf16 the demo model's chat answer names no city, dense either (seen on an H200).
+    assert "Paris" in server.generate("The capital of France is", 8)["text"]
     before = server.locks_info()["rows_sparse"]
     server.generate("The keeper wrote the weather into the log book. " * 300, 8)
     info = server.locks_info()
