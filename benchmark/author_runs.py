@@ -31,7 +31,7 @@ from kernel_case import Case
 RANKS = {"r4i4": 4, "r8i4": 8}  # what its CUDA sources cover and locks_kernels has, too
 WORKER = Path(__file__).with_name("author_kernels.py")
 MOST_GROUP = 8  # query heads a KV head that its select takes
-LIMIT_S = 500
+LIMIT_S = 400
 ALL_OPS = ("score", "select", "path", "attend", "layer", "summarize")
 # The select of these sets cannot be replayed alone: it consumes and resets what score left behind.
 PAIRED_OPS = ("score", "path", "layer")
@@ -187,7 +187,7 @@ def build(cases: list[Case]) -> None:
         jobs[what] = ([what], environment("r4i4", SETS[0]))
     for tile in {4 if case.group <= 4 else 8 for case in cases}:
         jobs[f"attend {tile}"] = (["attend", str(tile)], environment("r4i4", SETS[0]))
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         problems = pool.map(lambda job: worker(["--build", *job[0]], job[1]), jobs.values())
         for what, problem in zip(jobs, problems, strict=True):
             if problem is not None:

@@ -17,6 +17,7 @@ import quality_report
 import results_file
 import task_quality
 import throughput
+import torch
 from locks_sglang import cpu_stand_ins, demo_model
 from quality.recipes import RECIPES
 from serving import word_tokenizer
@@ -312,6 +313,11 @@ raise RuntimeError("CUDA error: an illegal memory access")
     assert "at most 8 query heads a KV head" in printed
     monkeypatch.setattr(author_runs, "installed", lambda: None)
     assert list(author_runs.measure(cases, ["path"], 3)) == []
+
+
+def test_share_of_common_pages() -> None:
+    theirs = torch.tensor([[[0, 3, 5, 9], [0, 1, 2, 9]]])
+    assert author_kernels.overlap(theirs, torch.tensor([[[0, 4, 5, 9], [0, 6, 7, 9]]])) == 5 / 8
 
 
 def test_ops_that_no_cuda_graph_takes_are_timed_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
