@@ -271,7 +271,6 @@ def compare(case: Case, device: str = "cuda") -> str:
         budgets,
         layer.scale,
         width=case.budget_pages,
-        impl="torch",
     )
     expected, _ = attend(
         layer.queries, keys, values, theirs, layer.block_table, layer.seq_lens, layer.scale, impl="torch"
