@@ -112,7 +112,8 @@ def _write_kv(backend: Any, layer: Any, forward_batch: Any, k: Any, v: Any) -> N
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     location = KVWriteLoc(forward_batch.out_cache_loc, None)
-    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+    # The pool divides by the scales only where its type is not that of k and v.
+    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
 
 
 def why_dense(layer: Any) -> str | None:

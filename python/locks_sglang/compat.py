@@ -54,6 +54,7 @@ _ASSIGNED = (
         (
             *("layer_id", "tp_q_head_num", "head_dim", "v_head_dim", "scaling", "sliding_window_size"),
             *("logit_cap", "is_cross_attention", "use_irope", "attn_type", "xai_temperature_len"),
+            *("k_scale", "v_scale", "k_scale_float", "v_scale_float"),
         ),
     ),
 )

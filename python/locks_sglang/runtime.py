@@ -192,6 +192,8 @@ class SparseDecode:
     ) -> torch.Tensor:
         index = self.summaries.index(layer.layer_id)
         keys, values = self.summaries.keys[index], self.summaries.values[index]
+        k_scale, v_scale = self.summaries.scales_of(layer)
+        sm_scale = layer.scaling * k_scale
         selection = score_select(
             queries,
             keys,
@@ -199,7 +201,7 @@ class SparseDecode:
             step.page_table,
             step.seq_lens,
             step.budgets,
-            layer.scaling,
+            sm_scale,
             width=self.geometry.width,
             workspace=self._workspace,
             # Tables and records are older than this layer's own projections.
@@ -207,9 +209,9 @@ class SparseDecode:
         )
         tap = self._taps.get(index) if self._taps else None
         if tap is not None:
-            tap.record(queries, selection, layer.scaling, first_row)
+            tap.record(queries, selection, sm_scale, first_row)
         if self._flashinfer is not None:
-            return self._flashinfer.attend(queries, keys, values, selection, layer.scaling)
+            return self._flashinfer.attend(queries, keys, values, selection, sm_scale, v_scale)
         output, _ = attend(
             queries,
             keys,
@@ -217,7 +219,8 @@ class SparseDecode:
             selection,
             step.page_table,
             step.seq_lens,
-            layer.scaling,
+            sm_scale,
+            v_scale,
             # Only straight after score_select may the kernel begin before it has ended.
             budgets=step.budgets if tap is None else None,
             workspace=self._workspace,

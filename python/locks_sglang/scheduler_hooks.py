@@ -15,13 +15,13 @@ from .config import LocksConfig, LocksError
 from .model_checks import check_model
 from .refusals import check_server_args
 from .runtime import SparseDecode
-from .summaries import bytes_per_token
+from .summaries import FP8, bytes_per_token
 from .telemetry import PrometheusMetrics
 
 logger = logging.getLogger(__name__)
 
-POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-GPU_DTYPES = (torch.bfloat16, torch.float16)
+POOL_DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
+GPU_DTYPES = (torch.bfloat16, torch.float16, FP8)
 
 
 def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -109,6 +109,7 @@ def create_state(model_runner: Any) -> SparseDecode:
         _attention_rank(),
     )
     _sort_layers(state, model_runner.model)
+    _check_scales(state, model_runner.model)
     charged = bytes_per_token(config, state.summaries.head_dim, state.summaries.kv_heads, pool.layer_num)
     pages = state.summaries.keys[0].shape[0]
     if state.summaries.nbytes > charged * config.page_size * pages:
@@ -138,10 +139,10 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
             f"or the model's config); legal: {', '.join(map(str, dtypes))}"
         )
     queries = model_runner.model_config.dtype
-    if on_gpu and pool.dtype != queries:
+    if on_gpu and pool.dtype not in (queries, FP8):
         raise LocksError(
             f"--kv-cache-dtype gives a KV pool of {pool.dtype}, but the model computes in {queries}; legal "
-            "with --sparse-decode on a GPU: auto, which takes the model's"
+            "with --sparse-decode on a GPU: auto, which takes the model's, or fp8_e4m3"
         )
     if on_gpu and config.selector == "locks" and config.summary.endswith("bf16"):
         raise LocksError(
@@ -190,6 +191,24 @@ def _sort_layers(state: SparseDecode, model: Any) -> None:
     if not sparse:
         raise LocksError(f"no attention layer of this model can decode sparse: {dense}")
     state.set_layers(sparse, dense)
+
+
+def _check_scales(state: SparseDecode, model: Any) -> None:
+    """On a CPU the backend writes an fp8 pool without the scales that a checkpoint brings."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    if state.device.type != "cpu":
+        return
+    for module in model.modules():
+        if not isinstance(module, RadixAttention):
+            continue
+        scales = state.summaries.scales_of(module)
+        if scales != (1.0, 1.0):
+            raise LocksError(
+                f"layer {module.layer_id} of this model brings fp8 KV scales {scales}, which SGLang's "
+                "torch_native backend does not apply; legal with --sparse-decode on a CPU: "
+                "--kv-cache-dtype bfloat16"
+            )
 
 
 def build_attention_backend(result: Any, *, model_runner: Any, **_: Any) -> None:

@@ -32,7 +32,7 @@ ODD_FLAGS = (*SMALL_POOL, *LOCKS, *ODD, *(("--disable-cuda-graph",) if ON_GPU el
 # Tests that show on a GPU what they show on a CPU; those of files *_gpu.py run on a GPU alone.
 ALSO_ON_GPU = (
     *("exact_budget", "exact_reuse", "exact_batches", "exact_selection", "across_devices"),
-    *("chunked_prefill", "per_request", "observed", "tensor_parallel"),
+    *("chunked_prefill", "per_request", "observed", "tensor_parallel", "fp8_kv"),
 )
 
 # Importing it takes as long as a server takes to do so, and only servers need it.
