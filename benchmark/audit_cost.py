@@ -76,7 +76,7 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
     grid = [tuple(map(int, case.split("x"))) for case in arguments.grid.split(",")]
     flags = ["--attention-backend", arguments.backend, "--page-size", "16", *server_flags]
     flags += ["--sparse-decode", "locks", "--sparse-decode-summary", arguments.format]
-    flags += ["--sparse-decode-budget", str(arguments.budget)]
+    flags += ["--sparse-decode-budget", str(arguments.budget), "--sparse-decode-dense-below", "0"]
     if arguments.child == "on":
         flags += ["--sparse-decode-audit-interval", str(EVERY)]
     started = time.monotonic()

@@ -7,7 +7,8 @@ runner of SGLang with its CUDA graphs, driven directly, so that the step is all 
 measured.  ``step_ms`` waits for the GPU after every step; ``pipelined_ms`` prepares a step while
 the GPU is at the one before, as SGLang's scheduler does by default.  A long context need not be
 prefilled: the pool is filled with keys and values that differ by layer, head and page, and the
-summaries are built by the product's own path.
+summaries are built by the product's own path.  Steps of few tokens run dense unless
+``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
 ``--prefill`` really prefills, to prove that this gives the same step time.
 """
 
@@ -112,6 +113,11 @@ def print_times(rows: list[dict[str, Any]], key: str) -> None:
     names = list(dict.fromkeys(row["variant"] for row in rows))
     cases = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
     found = {(row["variant"], row["batch"], row["context"]): row[key] for row in rows}
+    ran_dense = {
+        (row["variant"], row["batch"], row["context"])
+        for row in rows
+        if row.get("dense_rows_share", 0) > 0.5
+    }
     print(f"{'batch x context':>18}" + "".join(f"{name:>18}" for name in names))
     for batch, context in cases:
         times = {name: found.get((name, batch, context)) for name in names}
@@ -119,7 +125,8 @@ def print_times(rows: list[dict[str, Any]], key: str) -> None:
         cells = []
         for name, t in times.items():
             ratio = f" {min(dense) / t:.2f}x" if t and dense and not name.startswith("dense") else ""
-            cells.append(f"{t:.3f} ms{ratio}" if t else "-")
+            mark = " D" if (name, batch, context) in ran_dense else ""
+            cells.append(f"{t:.3f} ms{ratio}{mark}" if t else "-")
         print(f"{batch:>6} x {context:<9}" + "".join(f"{cell:>18}" for cell in cells))
 
 
@@ -230,6 +237,7 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
     from graph_timing import gpu_clock_mhz, replay_times
     from sglang.benchmark import one_batch
 
+    rows_before = decode_rows()
     with torch.no_grad():
         batch, extra = ready_batch(runner, batch_size, context, arguments)
         tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
@@ -259,12 +267,26 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
         "graph_ms": round(statistics.median(replays), 4) if replays else None,
         **extra,
     }
+    if rows_before:
+        dense, sparse = (now - before for now, before in zip(decode_rows(), rows_before, strict=True))
+        measured["dense_rows_share"] = round(dense / (dense + sparse), 3)
     if pipelined:
         measured["pipelined_ms"] = round(statistics.median(pipelined), 4)
         measured["pipelined_ms_min"] = round(min(pipelined), 4)
         measured["pipelined_ms_max"] = round(max(pipelined), 4)
         measured["sm_mhz"] = clock
     return measured
+
+
+def decode_rows() -> tuple[int, ...]:
+    """Rows so far that attended everything, and that did not; empty without sparse decode."""
+    from locks_sglang import runtime
+
+    state = runtime.active()
+    if state is None:
+        return ()
+    totals = state.counters.totals()
+    return totals["rows_dense"], totals["rows_sparse"]
 
 
 def profile_case(

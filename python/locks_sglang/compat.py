@@ -37,7 +37,10 @@ _METHODS = (
 _FIELDS = (
     (
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-        ("forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc", "rids", "batch_size"),
+        (
+            *("forward_mode", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "rids"),
+            "batch_size",
+        ),
     ),
     ("sglang.srt.entrypoints.engine.Engine", ("server_args_class",)),
     ("sglang.srt.entrypoints.engine.SchedulerInitResult", ("scheduler_infos",)),

@@ -61,6 +61,15 @@ class LocksConfig:
         type=int,
         metavar="TOKENS",
     )
+    dense_below: int | None = _option(
+        None,
+        "Decode steps whose requests hold fewer tokens than this, all together, run SGLang's own dense "
+        "attention, which then is the faster one; 0 is never, so that what a request attends does not "
+        "depend on its neighbours. Default: on a GPU, the tokens of 112 MiB of keys and values a layer "
+        "(57344 at 2 KiB a token); elsewhere, and with a trace or another selector than locks, 0.",
+        type=int,
+        metavar="TOKENS",
+    )
     attend: str = _option(
         "auto",
         "Kernel that attends the selected pages: 'native', ours; 'flashinfer', FlashInfer's paged decode; "
@@ -137,9 +146,14 @@ class LocksConfig:
                 f"--sparse-decode-max-budget is {self.largest_budget}; legal: at least the budget "
                 f"({self.budget})"
             )
-        for name in ("min_len", "audit_interval"):
-            if getattr(self, name) < 0:
+        for name in ("min_len", "dense_below", "audit_interval"):
+            if (getattr(self, name) or 0) < 0:
                 raise LocksError(f"{flag_name(name)} is {getattr(self, name)}; legal: 0 or more")
+        if self.trace_file and self.dense_below:
+            raise LocksError(
+                f"--sparse-decode-dense-below is {self.dense_below}; legal with "
+                "--sparse-decode-trace-file: 0, since a dense step selects nothing that could be written"
+            )
         if self.audit_layers < 1:
             raise LocksError(f"{flag_name('audit_layers')} is {self.audit_layers}; legal: 1 or more")
 

@@ -13,6 +13,7 @@ from . import memory
 from .audit import Audit, spread
 from .buffers import EAGER_ROWS, Geometry, StepBuffers, TapPlan
 from .config import LocksConfig
+from .dense_steps import DenseSteps
 from .flashinfer_attend import FlashInferAttention
 from .policy import PolicyTable
 from .summaries import SummaryPool, bytes_per_token
@@ -21,6 +22,8 @@ from .telemetry import Counters, PrometheusMetrics
 from .trace import Trace
 
 logger = logging.getLogger(__name__)
+
+EVERY_LENGTH = 2**31 - 1
 
 
 class SparseDecode:
@@ -53,6 +56,7 @@ class SparseDecode:
         self.policy = PolicyTable(config, self._token_table.shape[0], self.device)
         self.counters = Counters(self.device)
         self.dense_layers: dict[int, str] = {}
+        self.dense_steps = DenseSteps()
         self.sparse_layers: list[int] = []
         self.geometry = Geometry.of(
             tokens=self._token_table.shape[1],
@@ -129,8 +133,10 @@ class SparseDecode:
             step,
             self.counters.step,
             page_size=self.config.page_size,
-            min_len=self.config.min_len,
+            min_len=EVERY_LENGTH if self.dense_steps.now else self.config.min_len,
         )
+        if self.dense_steps.now:
+            return
         if self._flashinfer is not None and len(step.seq_lens) <= self._rows_at_a_time:
             self._flashinfer.prepare(step)
 
@@ -237,7 +243,7 @@ class SparseDecode:
 
         Never in a CUDA graph, and before the next forward is launched: see ``audit``.
         """
-        if not self._taps:
+        if not self._taps or self.dense_steps.now:
             return
         assert self._step is not None
         rids = forward_batch.rids
@@ -270,6 +276,7 @@ class SparseDecode:
             "budget": self.config.budget,
             "max_budget": self.config.largest_budget,
             "min_len": self.config.min_len,
+            "dense_below": self.dense_steps.below,
             "page_size": self.config.page_size,
             "bytes_per_token": bytes_per_token(self.config, self.summaries.head_dim, kv_heads, layers),
             "summary_bytes": self.summaries.nbytes,
@@ -289,7 +296,7 @@ class SparseDecode:
         logger.info(
             "Sparse decode on: selector %s, record format %s, budget %d tokens, page %d; summaries "
             "%d bytes a token, %.3f GiB beside %.3f GiB of KV for %d tokens, %.3f GiB for decode steps; "
-            "%d layers sparse, %d dense%s",
+            "%d layers sparse, %d dense%s%s",
             status["selector"],
             status["format"],
             status["budget"],
@@ -302,6 +309,7 @@ class SparseDecode:
             status["sparse_layers"],
             len(self.dense_layers),
             "".join(f"; layer {layer}: {why}" for layer, why in self.dense_layers.items()),
+            f"; steps of fewer than {below} tokens run dense" if (below := self.dense_steps.below) else "",
         )
         if self._trace is not None:
             logger.warning("Sparse decode writes a trace to %s", self._trace.path.resolve())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import memory, runtime
+from . import dense_steps, memory, runtime
 from .activation import config_of, inherited_config
 from .backend import upgrade, why_dense, why_owner_is_dense
 from .buffers import Geometry
@@ -89,9 +90,17 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
     model_runner.capture_tail_hooks.append(_build_in_graph)
 
 
-def create_state(model_runner: Any) -> SparseDecode:
-    """Allocate the state beside the KV pool, after the last checks of what was resolved."""
+def create_state(model_runner: Any, dense_graphs: bool = True) -> SparseDecode:
+    """Allocate the state beside the KV pool, after the last checks of what was resolved.
+
+    Without ``dense_graphs`` this SGLang cannot keep a dense graph beside each sparse one.
+    """
     config = config_of(model_runner.server_args)
+    if config.dense_below and not dense_graphs:
+        raise LocksError(
+            f"--sparse-decode-dense-below is {config.dense_below}; legal on an SGLang with patches/ "
+            "applied: 0"
+        )
     if config != inherited_config():
         raise LocksError("this scheduler did not get the sparse-decode options of its server")
     check_server_args(model_runner.server_args, config)
@@ -117,6 +126,10 @@ def create_state(model_runner: Any) -> SparseDecode:
             f"summaries take {state.summaries.nbytes} bytes, but only "
             f"{charged * config.page_size * pages} were charged to the KV pool"
         )
+    kv_heads, head_dim = state.summaries.keys[0].shape[2:]
+    item_bytes = state.summaries.keys[0].element_size()
+    on_gpu = dense_graphs and state.device.type != "cpu"
+    state.dense_steps.below = dense_steps.below(config, kv_heads, head_dim, item_bytes, on_gpu)
     runtime.activate(state)
     kv_bytes = sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True))
     state.log_start(kv_bytes, pool.size)
@@ -219,6 +232,37 @@ def build_attention_backend(result: Any, *, model_runner: Any, **_: Any) -> None
     if state is None:
         raise LocksError("the attention backend was built before the KV pool; sparse decode cannot start")
     upgrade(result, state)
+
+
+def capture_one_shape(
+    original: Callable,
+    graph_runner: Any,
+    size: int,
+    forward: Callable,
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Capture a second, dense graph for the batch size; see ``dense_steps``."""
+    state = runtime.active()
+    if state is None or graph_runner.model_runner.is_draft_worker:
+        return original(graph_runner, size, forward, stream_idx, variant_label, *args, **kwargs)
+    steps = state.dense_steps
+    for dense in (False, True) if steps.below else (False,):
+        with steps.capture(dense):
+            steps.now = dense
+            label = steps.label(variant_label)
+            result = original(graph_runner, size, forward, stream_idx, label, *args, **kwargs)
+    return result
+
+
+def resolve_graph_variant(result: str | None, graph_runner: Any, *_: Any) -> str | None:
+    """Name the kind of graph that this step replays; its metadata have been prepared."""
+    state = runtime.active()
+    if state is None or graph_runner.model_runner.is_draft_worker:
+        return result
+    return state.dense_steps.label(result)
 
 
 def _build_in_graph(runner: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:
