@@ -249,6 +249,11 @@ def test_bytes_of_the_kernel_cases_are_those_of_the_committed_results() -> None:
             for name in ("model", "kv_heads", "group", "head_dim", "context", "batch", "format")
         }
         assert kernel_case.Case(**fields, budget_pages=128).moved(row["op"]) == row["bytes"]
+    case = kernel_case_of(8, 524_288)
+    assert case.moved("dense") == 2**30
+    assert case.moved("attend") == 4 * 2**20  # 2,048 tokens of 4 heads
+    assert case.moved("layer") == case.moved("path") + case.moved("attend")
+    assert case.moved("summarize") == case.record_bytes + 2**29
 
 
 def kernel_case_of(group: int, context: int, batch: int = 1) -> kernel_case.Case:
