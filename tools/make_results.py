@@ -33,6 +33,7 @@ THROUGHPUT_HEAD = [
     "workload", "clients x context + output", "variant", "TTFT, s", "ITL p50 / p99, ms", "ITL gain",
     "tokens/s", "gain", "batch", "cached", "KV pool, tokens",
 ]  # fmt: skip
+THROUGHPUT_FIGURES = {"h200": "throughput.svg", "cpu": "throughput_cpu.svg"}
 
 
 def newest(benchmark: str, machine: str = "h200") -> dict[str, Any] | None:
@@ -159,7 +160,11 @@ def throughput(machine: str) -> str:
                 f"{row['kv_tokens']:,}",
             ]
         )
-    return f"{pages.table(THROUGHPUT_HEAD, rows)}\n\n{origin(result)}"
+    figure = ""
+    if any(row["workload"] == "random" for row in result["rows"]):
+        name = THROUGHPUT_FIGURES[machine]
+        figure = f"\n\n![tokens/s and time between tokens against clients](figures/{name})"
+    return f"{pages.table(THROUGHPUT_HEAD, rows)}\n\n{origin(result)}{figure}"
 
 
 def quality() -> str:
@@ -209,8 +214,9 @@ def figures() -> None:
     plots.plan(plan_report.pairs(needed("decode_step")), folder / "plan.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
-    if served := newest("throughput"):
-        plots.throughput(served["rows"], folder / "throughput.svg")
+    for machine, name in THROUGHPUT_FIGURES.items():
+        if served := newest("throughput", machine):
+            plots.throughput(served["rows"], folder / name)
 
 
 PAGES: dict[Path, pages.Parts] = {
