@@ -12,6 +12,7 @@ from typing import ClassVar
 import author_kernels
 import author_runs
 import kernel_case
+import kernel_report
 import pytest
 import quality_report
 import results_file
@@ -336,3 +337,18 @@ def test_ops_that_no_cuda_graph_takes_are_timed_in_a_loop(monkeypatch: pytest.Mo
     assert (row["us"], row["us_min"], row["us_max"]) == (3.0, 2.0, 4.0)
     reason = "operation not permitted when stream is capturing"
     assert row["note"] == f"locks-kv 0; not capturable ({reason}); events around a loop"
+
+
+def test_table_of_kernels_pairs_ours_with_the_authors() -> None:
+    common = {"batch": 1, "context": 524_288, "format": "r4i4"}
+    rows = [
+        {**common, "op": "score", "impl": "cuda", "us": 22.41},
+        {**common, "op": "score", "impl": "locks-kv", "us": 54.0},
+        {**common, "op": "attend", "impl": "auto", "us": 8.2},
+        {**common, "op": "dense", "impl": "flashinfer", "us": 258.0},
+        {**common, "op": "score", "impl": "cuda", "us": 1.0, "format": "r8i4"},
+    ]
+    table = kernel_report.times(rows, "r4i4")
+    assert "| score, r4i4 | 22.4 / 54.0 | 20 |" in table
+    assert "| attend, r4i4 | 8.2 | 8 |" in table and "| select, r4i4 | - | 10 |" in table
+    assert "| FlashInfer, dense | 258.0 |" in kernel_report.dense(rows)

@@ -15,6 +15,7 @@ from typing import Any
 
 import fidelity_report
 import fidelity_tables
+import kernel_report
 import pages
 import plan_report
 import quality_report
@@ -64,6 +65,11 @@ def origin(result: dict[str, Any]) -> str:
     )
 
 
+def note(result: dict[str, Any]) -> str:
+    """What a reader of the numbers has to know, where the file says something."""
+    return f"\n\nNote: {result['note']}" if result.get("note") else ""
+
+
 def step_times(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
     cases: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
@@ -86,7 +92,7 @@ def decode_step() -> str:
         ]
         rows.append([f"{case[0]} x {case[1]:,}", *cells, f"{PAPER[case]:.2f}x" if case in PAPER else "-"])
     head = ["batch x context", *(f"{name.replace(':', ' ')}, ms" for name in dense + sparse), "paper, r8i4"]
-    return f"{pages.table(head, rows)}\n\n{origin(result)}"
+    return f"{pages.table(head, rows)}{note(result)}\n\n{origin(result)}"
 
 
 def cpu_step() -> str:
@@ -124,10 +130,23 @@ def gains() -> str:
     result = needed("decode_step")
     rows = []
     for (batch, context), found in step_times(result).items():
-        fastest = min(row["step_ms"] for name, row in found.items() if name.startswith("dense"))
-        best = found["locks:r6h"]["step_ms"]
-        rows.append([f"{batch} x {context:,}", f"{fastest:.1f}", f"{best:.1f}", f"{fastest / best:.2f}x"])
-    return pages.table(["batch x context", "dense, ms", "sparse, ms", "speedup"], rows)
+        cells = [f"{batch} x {context:,}"]
+        for time in ("step_ms", "graph_ms"):
+            fastest = min(row[time] for name, row in found.items() if name.startswith("dense"))
+            best = found["locks:r6h"][time]
+            cells += [f"{fastest:.1f}", f"{best:.1f}", f"{fastest / best:.2f}x"]
+        rows.append(cells)
+    head = ["batch x context", "dense step, ms", "sparse step, ms", "speedup"]
+    return pages.table([*head, "dense, GPU alone", "sparse, GPU alone", "speedup"], rows)
+
+
+def kernel_times() -> str:
+    """Every op of one layer, ours and the author's, a table a record format."""
+    result = needed("kernel_floor")
+    tables = [kernel_report.times(result["rows"], form) for form in ("r4i4", "r8i4", "r6h")]
+    return (
+        "\n\n".join([*tables, kernel_report.dense(result["rows"])]) + f"{note(result)}\n\n{origin(result)}"
+    )
 
 
 def throughput(machine: str) -> str:
@@ -211,6 +230,7 @@ def figures() -> None:
 
     folder = ROOT / "docs" / "figures"
     plots.step_time(needed("decode_step")["rows"], folder / "step_time.svg")
+    plots.layer_time(needed("kernel_floor")["rows"], folder / "layer_time.svg")
     plots.plan(plan_report.pairs(needed("decode_step")), folder / "plan.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
@@ -242,6 +262,7 @@ PAGES: dict[Path, pages.Parts] = {
         "auto_mass": lambda: fidelity_report.auto_mass(needed("fidelity_auto", "cpu")["rows"]),
         "auto_decode": lambda: fidelity("auto", fidelity_report.auto_decode),
     },
+    ROOT / "docs" / "kernels.md": {"kernel_times": kernel_times},
     ROOT / "docs" / "quality.md": {"quality": quality, "quality_not_run": quality_not_run},
     ROOT / "docs" / "gh200.md": {"gh200_sizing": plan_report.gh200_sizing},
     ROOT / "README.md": {"gains": gains},

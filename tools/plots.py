@@ -41,6 +41,25 @@ def step_time(rows: Rows, path: Path) -> None:
     save(figure, [axes], path)
 
 
+def layer_time(rows: Rows, path: Path) -> None:
+    """One layer against context at batch 1: dense, the author's kernels, ours, and the floor."""
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    one = [row for row in rows if row["batch"] == 1]
+    for label, op, impl, form in (
+        ("FlashInfer, dense", "dense", "flashinfer", None),
+        ("locks-kv (the author's), r4i4", "layer", "locks-kv", "r4i4"),
+        ("ours, r8i4", "layer", "cuda", "r8i4"),
+        ("ours, r4i4", "layer", "cuda", "r4i4"),
+    ):
+        chosen = [r for r in one if (r["op"], r["impl"]) == (op, impl) and form in (None, r["format"])]
+        axes.plot([r["context"] for r in chosen], [r["us"] for r in chosen], marker="o", label=label)
+    axes.plot(
+        [r["context"] for r in chosen], [r["floor_us"] for r in chosen], "k:", label="its bytes, r4i4"
+    )
+    axes.set(xscale="log", yscale="log", xlabel="context, tokens (batch 1)", ylabel="one layer, us")
+    save(figure, [axes], path)
+
+
 def plan(pairs: list[tuple[str, float, float]], path: Path) -> None:
     """Predicted against measured steps, (variant, measured, predicted) in ms, and the 15 % around them."""
     figure, axes = pyplot.subplots(figsize=(5, 4.5))
