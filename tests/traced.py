@@ -155,10 +155,8 @@ class Traced:
     def run(self, prompt: Sequence[int], new: int, locks: Mapping[str, Any] | None = None) -> Run:
         return self.start(prompt, new, locks).result()
 
-    def together(self, prompts: Sequence[Sequence[int]], new: int, may_end: bool = False) -> list[Run]:
-        """Requests that begin at the same time, however fast the machine is."""
-        with self.server.held():
-            running = [self.start(prompt, new, may_end=may_end) for prompt in prompts]
+    def together(self, prompts: Sequence[Sequence[int]], new: int) -> list[Run]:
+        running = [self.start(prompt, new) for prompt in prompts]
         return [request.result() for request in running]
 
     def alone(self, prompt: Sequence[int], new: int, locks: Mapping[str, Any] | None = None) -> Run:
