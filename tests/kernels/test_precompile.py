@@ -107,7 +107,6 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @pytest.mark.skipif(build.missing() is not None, reason=f"cannot compile: {build.missing()}")
 def test_a_compiled_library_is_found_again() -> None:
-    # The variant that test_build.py compiles as well.
     library = ("select", (("GROUP", 8),))
     (path,) = build.compile_libraries([library]).values()
     assert path.exists() and build.is_compiled(library)

@@ -106,12 +106,6 @@ def dense_server(servers: ServerPool, backend: tuple[str, ...]) -> Server:
     return servers.get(*backend)
 
 
-@pytest.fixture
-def sparse_server(servers: ServerPool) -> Server:
-    """``--sparse-decode locks`` with a budget of 512 tokens."""
-    return servers.get("--sparse-decode", "locks", "--sparse-decode-budget", "512")
-
-
 @pytest.fixture(scope="session")
 def traced_server(servers: ServerPool, traces: Callable[[tuple[str, ...]], Path]) -> Callable[..., Traced]:
     """``traced_server(*flags)``: as ``servers.get``, with a trace of the selected pages. The pool should be

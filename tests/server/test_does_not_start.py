@@ -74,6 +74,8 @@ def test_scheduler_hooks_that_cannot_be_imported(refused: Callable[[str], Server
     assert "sparse decode could not start: broken on purpose" in failure.log
 
 
+# It ends as the one before; tests/plugin/test_fail_loud.py loses every hook inside a process.
+@pytest.mark.slow
 def test_hooked_function_that_is_gone(refused: Callable[[str], ServerFailed]) -> None:
     failure = refused(FUNCTION_GONE)
     assert failure.returncode != 0
