@@ -4,8 +4,8 @@ A library is one source with one set of compile-time constants (``-DNAME=value``
 server compiles only the geometry that it serves.  Libraries are cached on disk by the hash
 of everything that decides their code; the Triton path needs none of this.
 
-Every ``.cu`` file names the constants that continuous integration compiles it with, one
-line a variant: ``// variant: HEAD_DIM=128 RANK=4``.
+Every ``.cu`` file names the constants that the tests compile it with, one line a variant:
+``// variant: HEAD_DIM=128 RANK=4``.
 """
 
 from __future__ import annotations
