@@ -54,9 +54,16 @@ def layer_time(rows: Rows, path: Path) -> None:
         chosen = [r for r in one if (r["op"], r["impl"]) == (op, impl) and form in (None, r["format"])]
         axes.plot([r["context"] for r in chosen], [r["us"] for r in chosen], marker="o", label=label)
     axes.plot(
-        [r["context"] for r in chosen], [r["floor_us"] for r in chosen], "k:", label="its bytes, r4i4"
+        [r["context"] for r in chosen],
+        [r["floor_us"] for r in chosen],
+        "k:",
+        label="r4i4, its bytes at the copy rate",
     )
     axes.set(xscale="log", yscale="log", xlabel="context, tokens (batch 1)", ylabel="one layer, us")
+    contexts = sorted({row["context"] for row in one})
+    axes.xaxis.set_ticks(contexts, [f"{context // 1024}K" for context in contexts])
+    axes.yaxis.set_ticks(us := [1, 2, 5, 10, 20, 50, 100, 200], list(map(str, us)))
+    axes.xaxis.set_ticks([], minor=True)
     save(figure, [axes], path)
 
 
