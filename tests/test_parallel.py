@@ -29,3 +29,9 @@ def test_servers_come_first_and_quick_files_last() -> None:
     ]
     places = [parallel.place_of(f"tests/{file}.py") for file in files]
     assert places == sorted(set(places))
+
+
+def test_no_two_files_have_one_name() -> None:
+    """pytest imports test files by their name alone."""
+    names = [path.name for path in HERE.rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

@@ -1,7 +1,7 @@
 """The other selectors go through the same path, so they keep the same promises.
 
 In CI a server of Quest's stands for both: the oracle has no records that could go stale, and
-tests/plugin/test_selectors.py has the decode steps of both.
+tests/plugin/test_selector_steps.py has the decode steps of both.
 """
 
 import random
