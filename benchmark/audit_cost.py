@@ -84,8 +84,7 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
     decode_step.fill_pool(runner)
     print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
     for batch, context in grid:
-        if batch * (context + EVERY * (arguments.cycles + 4) + 64) > runner.max_total_num_tokens:
-            print(f"{batch} x {context} does not fit into {runner.max_total_num_tokens} tokens; not run")
+        if not decode_step.fits(runner, batch, context, EVERY * (arguments.cycles + 4)):
             continue
         row = {
             "backend": "locks",

@@ -168,11 +168,7 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
             "tp": 1,
             "fill": "prefill" if arguments.prefill else "synthetic",
         }
-        if (
-            batch * (context + WARM_UP + (1 + PIPELINES) * arguments.steps + 64)
-            > runner.max_total_num_tokens
-        ):
-            print(f"{batch} x {context} does not fit into {runner.max_total_num_tokens} tokens; not run")
+        if not fits(runner, batch, context, WARM_UP + (1 + PIPELINES) * arguments.steps):
             continue
         row |= measure(runner, batch, context, arguments)
         if arguments.profile:
@@ -184,6 +180,15 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
         row |= profile_case(runner, row["batch"], row["context"], arguments)
         print("ROW " + json.dumps(row), flush=True)
     return 0
+
+
+def fits(runner: Any, batch: int, context: int, steps: int) -> bool:
+    """Whether the pool has room for a case; says so where it has not."""
+    tokens = runner.max_total_num_tokens
+    if batch * (context + steps + 64) <= tokens:
+        return True
+    print(f"{batch} x {context} does not fit into {tokens} tokens; not run")
+    return False
 
 
 def start_runner(flags: list[str], batches: list[int]) -> Any:

@@ -14,7 +14,7 @@ OPS = {
     "attend": "attend",
     "layer": "the whole layer",
 }
-# What DESIGN asks of a layer at 512K tokens, batch 1: (op, format) -> us.
+# What is aimed at for a layer at 512K tokens, batch 1: (op, format) -> us.
 TARGETS = {
     ("score", "r4i4"): 20, ("score", "r8i4"): 34, ("select", "r4i4"): 10, ("attend", "r4i4"): 8,
     ("layer", "r4i4"): 35,

@@ -52,22 +52,18 @@ def needed(benchmark: str, machine: str = "h200") -> dict[str, Any]:
 
 
 def origin(result: dict[str, Any]) -> str:
-    """One line: where, when, from which commit and with which command."""
+    """Where, when, from which commit, with which command, and what a reader has to know besides."""
     machine = result["machine"]
     versions = ", ".join(
         f"{name} {machine[name]}" for name in ("torch", "sglang", "flashinfer") if machine.get(name)
     )
     rate = f"; measured copy rate {result['copy_tb_s']} TB/s" if result.get("copy_tb_s") else ""
+    note = f"Note: {result['note']}\n\n" if result.get("note") else ""
     return (
-        f"{machine['gpu'] or machine['cpu']}, {versions}; {result['date']}, "
+        f"{note}{machine['gpu'] or machine['cpu']}, {versions}; {result['date']}, "
         f"commit `{result['commit']}`{rate}.\n"
         f"Command: `{result['command']}`"
     )
-
-
-def note(result: dict[str, Any]) -> str:
-    """What a reader of the numbers has to know, where the file says something."""
-    return f"\n\nNote: {result['note']}" if result.get("note") else ""
 
 
 def step_times(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
@@ -92,7 +88,7 @@ def decode_step() -> str:
         ]
         rows.append([f"{case[0]} x {case[1]:,}", *cells, f"{PAPER[case]:.2f}x" if case in PAPER else "-"])
     head = ["batch x context", *(f"{name.replace(':', ' ')}, ms" for name in dense + sparse), "paper, r8i4"]
-    return f"{pages.table(head, rows)}{note(result)}\n\n{origin(result)}"
+    return f"{pages.table(head, rows)}\n\n{origin(result)}"
 
 
 def cpu_step() -> str:
@@ -144,9 +140,7 @@ def kernel_times() -> str:
     """Every op of one layer, ours and the author's, a table a record format."""
     result = needed("kernel_floor")
     tables = [kernel_report.times(result["rows"], form) for form in ("r4i4", "r8i4", "r6h")]
-    return (
-        "\n\n".join([*tables, kernel_report.dense(result["rows"])]) + f"{note(result)}\n\n{origin(result)}"
-    )
+    return "\n\n".join([*tables, kernel_report.dense(result["rows"]), origin(result)])
 
 
 def throughput(machine: str) -> str:

@@ -50,7 +50,7 @@ class DenseSteps:
     @contextmanager
     def capture(self, dense: bool) -> Iterator[None]:
         """Within it all steps are of one kind, whatever their lengths."""
-        self._capturing = dense
+        self._capturing = self.now = dense
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .activation import config_of, inherited_config
 from .backend import upgrade, why_dense, why_owner_is_dense
 from .buffers import Geometry
 from .config import LocksConfig, LocksError
+from .dense_steps import DenseSteps
 from .model_checks import check_model
 from .refusals import check_server_args
 from .runtime import SparseDecode
@@ -185,17 +186,19 @@ def _check_allocators(model_runner: Any) -> None:
             raise LocksError(f"--sparse-decode does not work with the {name} of this model; legal: {legal}")
 
 
-def _sort_layers(state: SparseDecode, model: Any) -> None:
-    """Find out which attention layers decode sparse and why the others do not."""
+def _attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Name and module of every attention layer of a model."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    modules = dict(model.named_modules())
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, RadixAttention))
+
+
+def _sort_layers(state: SparseDecode, model: Any) -> None:
+    """Find out which attention layers decode sparse and why the others do not."""
     sparse: list[int] = []
     dense: dict[int, str] = {}
-    for name, module in modules.items():
-        if not isinstance(module, RadixAttention):
-            continue
-        owner = modules[name.rpartition(".")[0]]
+    for name, module in _attention_layers(model):
+        owner = model.get_submodule(name.rpartition(".")[0])
         reason = why_dense(module) or why_owner_is_dense(owner)
         if reason is None:
             sparse.append(module.layer_id)
@@ -208,13 +211,9 @@ def _sort_layers(state: SparseDecode, model: Any) -> None:
 
 def _check_scales(state: SparseDecode, model: Any) -> None:
     """On a CPU the backend writes an fp8 pool without the scales that a checkpoint brings."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     if state.device.type != "cpu":
         return
-    for module in model.modules():
-        if not isinstance(module, RadixAttention):
-            continue
+    for _, module in _attention_layers(model):
         scales = state.summaries.scales_of(module)
         if scales != (1.0, 1.0):
             raise LocksError(
@@ -245,13 +244,9 @@ def capture_one_shape(
     **kwargs: Any,
 ) -> Any:
     """Capture a second, dense graph for the batch size; see ``dense_steps``."""
-    state = runtime.active()
-    if state is None or graph_runner.model_runner.is_draft_worker:
-        return original(graph_runner, size, forward, stream_idx, variant_label, *args, **kwargs)
-    steps = state.dense_steps
+    steps = _dense_steps_of(graph_runner)
     for dense in (False, True) if steps.below else (False,):
         with steps.capture(dense):
-            steps.now = dense
             label = steps.label(variant_label)
             result = original(graph_runner, size, forward, stream_idx, label, *args, **kwargs)
     return result
@@ -259,10 +254,15 @@ def capture_one_shape(
 
 def resolve_graph_variant(result: str | None, graph_runner: Any, *_: Any) -> str | None:
     """Name the kind of graph that this step replays; its metadata have been prepared."""
+    return _dense_steps_of(graph_runner).label(result)
+
+
+def _dense_steps_of(graph_runner: Any) -> DenseSteps:
+    """Those of the model that decodes sparse; none for any other."""
     state = runtime.active()
     if state is None or graph_runner.model_runner.is_draft_worker:
-        return result
-    return state.dense_steps.label(result)
+        return DenseSteps()
+    return state.dense_steps
 
 
 def _build_in_graph(runner: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:

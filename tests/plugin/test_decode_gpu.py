@@ -82,12 +82,8 @@ def batches() -> list[list[int]]:
     return [LENGTHS, [n + 1 for n in LENGTHS[:6]], [5, 16, 200, 1999], [900], [n + 30 for n in LENGTHS]]
 
 
-@needs_flashinfer
-@pytest.mark.parametrize("rows", [8, 7])
-def test_flashinfer_in_a_graph(rows: int, tmp_path: Path) -> None:
-    rig = make_rig(replace(CONFIG, attend="flashinfer", trace_file=str(tmp_path / "trace")))
-    captured = Captured(rig, rows)
-    worst = 0.0
+def compared(rig: Rig, captured: Captured) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Output and exact attention over the chosen pages, of every batch, layer and row."""
     for lengths in batches():
         queries = rig.queries(len(lengths))
         captured.replay(lengths, queries)
@@ -95,9 +91,18 @@ def test_flashinfer_in_a_graph(rows: int, tmp_path: Path) -> None:
             for row, length in enumerate(lengths):
                 pages = rig.chosen(layer, row)
                 expected, _ = rig.attention(layer, row, length, queries[layer][row], pages)
-                error = (captured.outputs[layer][row].double().cpu() - expected).abs()
-                # bf16 outputs: relative to the value where it is large.
-                worst = max(worst, float((error / expected.abs().clamp_min(1)).max()))
+                yield captured.outputs[layer][row].double().cpu(), expected
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("rows", [8, 7])
+def test_flashinfer_in_a_graph(rows: int, tmp_path: Path) -> None:
+    rig = make_rig(replace(CONFIG, attend="flashinfer", trace_file=str(tmp_path / "trace")))
+    worst = 0.0
+    for found, expected in compared(rig, Captured(rig, rows)):
+        error = (found - expected).abs()
+        # bf16 outputs: relative to the value where it is large.
+        worst = max(worst, float((error / expected.abs().clamp_min(1)).max()))
     print(f"largest error {worst:.1e}")
     assert worst <= 1e-2
 
@@ -107,16 +112,8 @@ def test_an_fp8_pool_in_a_graph(attend: str, tmp_path: Path) -> None:
     """Stored keys and values times scales, from scores to outputs."""
     config = replace(CONFIG, attend=attend, trace_file=str(tmp_path / "trace"))
     rig = make_rig(config, pool_dtype=torch.float8_e4m3fn, scales=(0.25, 3.0))
-    captured = Captured(rig, 8)
-    for lengths in batches():
-        queries = rig.queries(len(lengths))
-        captured.replay(lengths, queries)
-        for layer in range(rig.layers):
-            for row, length in enumerate(lengths):
-                pages = rig.chosen(layer, row)
-                expected, _ = rig.attention(layer, row, length, queries[layer][row], pages)
-                found = captured.outputs[layer][row].double().cpu()
-                torch.testing.assert_close(found, expected, atol=3e-2, rtol=1e-2)
+    for found, expected in compared(rig, Captured(rig, 8)):
+        torch.testing.assert_close(found, expected, atol=3e-2, rtol=1e-2)
 
 
 @needs_flashinfer
