@@ -64,6 +64,7 @@ def make_sparse_class(base: type) -> type:
             _refuse_extra_terms(layer, kwargs)
             if save_kv_cache and k is not None:
                 _write_kv(self, layer, forward_batch, k, v)
+                self.locks.write(layer, k, v)
             queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
             return self.locks.decode(queries, layer).view(len(queries), -1)
 

@@ -12,6 +12,7 @@ from locks_kernels.layout import SummaryLayout as _SummaryLayout
 
 SELECTORS = ("off", "locks", "quest", "oracle")
 ATTEND = ("auto", "flashinfer", "native")
+KV_TIERS = ("gpu", "host")
 DEFAULT_PAGE_SIZE = 16
 
 
@@ -66,6 +67,26 @@ class LocksConfig:
         "Kernel that attends the selected pages: 'native', ours; 'flashinfer', FlashInfer's paged decode; "
         "'auto' is native, the faster one where both were measured.",
         choices=ATTEND,
+    )
+    kv_tier: str = _option(
+        "gpu",
+        "Where the KV pool lies: 'gpu', or 'host' with the pages that are read often on the GPU. 'host' is "
+        "tried out on CPUs alone so far.",
+        choices=KV_TIERS,
+    )
+    host_gib: float | None = _option(
+        None,
+        "Host memory of the KV pool per rank with --sparse-decode-kv-tier host. Default: what SGLang's "
+        "memory options give it.",
+        type=float,
+        metavar="GIB",
+    )
+    hot_gib: float = _option(
+        1.0,
+        "Memory on the GPU for pages that are read often, per rank, with --sparse-decode-kv-tier host; 0 "
+        "is none. It changes the speed and no result.",
+        type=float,
+        metavar="GIB",
     )
     audit_interval: int = _option(
         0,
@@ -126,6 +147,20 @@ class LocksConfig:
         if self.attend not in ATTEND:
             raise LocksError(
                 f"--sparse-decode-attend {self.attend!r} is unknown; legal: {', '.join(ATTEND)}"
+            )
+        if self.kv_tier not in KV_TIERS:
+            raise LocksError(
+                f"--sparse-decode-kv-tier {self.kv_tier!r} is unknown; legal: {', '.join(KV_TIERS)}"
+            )
+        if self.kv_tier == "host" and self.attend == "flashinfer":
+            raise LocksError(
+                "--sparse-decode-attend flashinfer reads one pool; legal with --sparse-decode-kv-tier "
+                "host: auto, native"
+            )
+        if self.hot_gib < 0 or (self.host_gib is not None and self.host_gib <= 0):
+            raise LocksError(
+                f"--sparse-decode-hot-gib is {self.hot_gib}, --sparse-decode-host-gib {self.host_gib}; "
+                "legal: 0 or more, more than 0"
             )
         if self.attend == "flashinfer" and self.min_len > self.largest_budget + 1:
             raise LocksError(

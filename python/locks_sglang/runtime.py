@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import torch
-from locks_kernels import StepTables, attend, score_select, snapshot
+from locks_kernels import StepTables, Summaries, attend, score_select, snapshot
 from locks_kernels.workspace import Workspace
 
 from . import memory
@@ -18,6 +18,7 @@ from .policy import PolicyTable
 from .summaries import SummaryPool, bytes_per_token
 from .taps import LayerTap
 from .telemetry import Counters, PrometheusMetrics
+from .tier.decode import HostTier
 from .trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,15 @@ class SparseDecode:
             head_dim=self.summaries.head_dim,
             query_dtype=query_dtype or self.summaries.keys[0].dtype,
         )
+        self.tier: HostTier | None = None
+        if config.kv_tier == "host":
+            self.tier = HostTier(
+                self.summaries,
+                hot_bytes=int(config.hot_gib * 2**30),
+                width=self.geometry.width,
+                requests=self._token_table.shape[0],
+                device=self.device,
+            )
         self._graph_rows = graph_rows
         self._plan = TapPlan()
         self._audit: Audit | None = None
@@ -133,6 +143,8 @@ class SparseDecode:
         )
         if self._flashinfer is not None and len(step.seq_lens) <= self._rows_at_a_time:
             self._flashinfer.prepare(step)
+        if self.tier is not None:
+            self.tier.begin_step(step, forward_batch.req_pool_indices)
 
     @property
     def in_step(self) -> bool:
@@ -167,6 +179,11 @@ class SparseDecode:
         assert self._step is not None
         return len(self._step.seq_lens) if self._workspace is None else self._workspace.max_rows
 
+    def write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Say what a decode step writes into the pool for its current tokens, before :meth:`decode`."""
+        if self.tier is not None:
+            self.tier.write(self.summaries.index(layer.layer_id), keys, values)
+
     def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
         """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.
 
@@ -192,15 +209,22 @@ class SparseDecode:
     ) -> torch.Tensor:
         index = self.summaries.index(layer.layer_id)
         keys, values = self.summaries.keys[index], self.summaries.values[index]
+        records = self.summaries.records_of(index)
+        rows = slice(first_row, first_row + len(queries))
+        scored, open_pages = keys, None
+        # Other selectors read the current page from the host pool.
+        if self.tier is not None and isinstance(records, Summaries):
+            scored, open_pages = self.tier.open_keys(index, rows)
         selection = score_select(
             queries,
-            keys,
-            self.summaries.records_of(index),
+            scored,
+            records,
             step.page_table,
             step.seq_lens,
             step.budgets,
             layer.scaling,
             width=self.geometry.width,
+            open_pages=open_pages,
             workspace=self._workspace,
             # Tables and records are older than this layer's own projections.
             settled=True,
@@ -210,6 +234,8 @@ class SparseDecode:
             tap.record(queries, selection, layer.scaling, first_row)
         if self._flashinfer is not None:
             return self._flashinfer.attend(queries, keys, values, selection, layer.scaling)
+        if self.tier is not None:
+            selection = self.tier.resolve(index, selection, rows)
         output, _ = attend(
             queries,
             keys,
@@ -219,7 +245,8 @@ class SparseDecode:
             step.seq_lens,
             layer.scaling,
             # Only straight after score_select may the kernel begin before it has ended.
-            budgets=step.budgets if tap is None else None,
+            budgets=step.budgets if tap is None and self.tier is None else None,
+            hot=self.tier.hot if self.tier is not None else None,
             workspace=self._workspace,
         )
         return output
@@ -228,6 +255,11 @@ class SparseDecode:
         """Build the summaries of the pages that this forward completed."""
         self.summaries.build(slots)
         self.counters.count_built(slots, self.config.page_size)
+
+    def wrote(self, slots: torch.Tensor) -> None:
+        """A forward that is no decode step wrote these pool slots."""
+        if self.tier is not None:
+            self.tier.wrote(slots)
 
     def finish_step(self, forward_batch: Any) -> None:
         """Look at what the decode step selected, once it has been launched.
@@ -249,7 +281,8 @@ class SparseDecode:
         """What ``/server_info`` shows: :meth:`describe` and the counters, with every finished audit."""
         if self._audit is not None:
             self._audit.collect(wait=True)
-        return {**self.describe(), **self.counters.to_dict()}
+        tier = self.tier.describe() if self.tier is not None else {}
+        return {**self.describe(), **self.counters.to_dict(), **tier}
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the handshake and ``/server_info``."""

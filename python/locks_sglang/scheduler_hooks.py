@@ -36,8 +36,10 @@ def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int)
 def profile_available_bytes(result: int, kvc: Any, pre_model_load_memory: int) -> int:
     """Keep the buffers of the decode step out of the KV pool's budget."""
     config = inherited_config()
-    if not config.enabled or kvc.is_draft_worker or str(kvc.device) == "cpu":
+    if not config.enabled or kvc.is_draft_worker:
         return result
+    if str(kvc.device) == "cpu":
+        return result if config.host_gib is None else int(config.host_gib * 2**30)
     model = kvc.model_config
     geometry = Geometry.of(
         # SGLang's token table is a few tokens wider than the context.
@@ -131,6 +133,8 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
         )
     _check_allocators(model_runner)
     on_gpu = torch.device(pool.device).type != "cpu"
+    if on_gpu and config.kv_tier == "host":
+        raise LocksError("--sparse-decode-kv-tier host is not there on a GPU yet; legal: gpu")
     dtypes = GPU_DTYPES if on_gpu else POOL_DTYPES
     if pool.dtype not in dtypes:
         raise LocksError(
@@ -219,6 +223,8 @@ def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_:
         state.finish_forward(forward_batch.out_cache_loc)
     if mode.is_decode():
         state.finish_step(forward_batch)
+    else:
+        state.wrote(forward_batch.out_cache_loc)
 
 
 def alloc_requests(result: list[int] | None, pool: Any, reqs: list[Any]) -> None:

@@ -1,0 +1,97 @@
+"""HostTier: decode steps of a model runner whose KV pool lies in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from locks_kernels import Selection, StepTables, tier
+from locks_kernels.hot_cache import COUNTERS, HotCache
+
+from ..summaries import SummaryPool
+
+
+class HostTier:
+    """The hot tiles of a pool, and which of them a step reads where.
+
+    Args:
+        pool: keys and values of every layer, in host memory.
+        hot_bytes: for hot tiles, 0 included; the open pages of the requests come on top.
+        width: entries of a page list.
+        requests: request slots, also the largest batch.
+        device: of the decode steps.
+    """
+
+    def __init__(
+        self, pool: SummaryPool, *, hot_bytes: int, width: int, requests: int, device: torch.device
+    ) -> None:
+        self._keys, self._values = pool.keys, pool.values
+        pages, page_size, kv_heads, head_dim = pool.keys[0].shape
+        dtype = pool.keys[0].dtype
+        tile_bytes = 2 * page_size * head_dim * dtype.itemsize
+        tiles = len(pool.keys) * pages * kv_heads
+        self.cache = HotCache.allocate(
+            layers=len(pool.keys), pages=pages, kv_heads=kv_heads, page_size=page_size, head_dim=head_dim,
+            capacity=min(hot_bytes // tile_bytes, tiles), max_rows=requests, width=width,
+            open_rows=requests, dtype=dtype, device=device,
+        )  # fmt: skip
+        # At one address, since CUDA graphs go on reading it.
+        self._slots = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._step: StepTables | None = None
+
+    @property
+    def hot(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second pool of ``attend``."""
+        return self.cache.keys, self.cache.values
+
+    def begin_step(self, step: StepTables, requests: torch.Tensor) -> None:
+        """Before the writes of a decode step of these request slots."""
+        self._step = step
+        self._requests.copy_(requests)
+        tier.begin_step(
+            self.cache, self._keys, self._values, step.page_table, step.seq_lens, self._requests
+        )
+
+    def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The current tokens' K and V of a layer, ``[rows, kv_heads * d]``, which the pool gets too."""
+        lengths = self._tables.seq_lens
+        shape = (len(lengths), self.cache.kv_heads, self.cache.head_dim)
+        tier.write_open(
+            self.cache, index, keys.reshape(shape), values.reshape(shape), lengths, self._requests
+        )
+
+    def open_keys(self, index: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and page numbers of the current pages, as ``score_select`` takes them."""
+        return self.cache.open_keys(index), self._requests[rows]
+
+    def resolve(self, index: int, selection: Selection, rows: slice) -> Selection:
+        """The selection of some rows of the step, with sources for pages; missing tiles are taken in."""
+        found = tier.resolve(self.cache, index, selection, self._requests[rows])
+        tier.fill(self.cache, index, self._keys[index], self._values[index])
+        return found
+
+    @property
+    def _tables(self) -> StepTables:
+        assert self._step is not None, "outside of a decode step"
+        return self._step
+
+    @property
+    def _requests(self) -> torch.Tensor:
+        """Request slots of the step's rows."""
+        return self._slots[: len(self._tables.seq_lens)]
+
+    def wrote(self, slots: torch.Tensor) -> None:
+        """A forward that is no decode step wrote these pool slots."""
+        tier.invalidate(self.cache, slots)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for ``/server_info``."""
+        counted = dict(zip(COUNTERS, self.cache.counters.tolist(), strict=True))
+        reads = counted["hits"] + counted["misses"]
+        return {
+            "kv_tier": "host",
+            "hot_tiles": self.cache.capacity,
+            "hot_bytes": self.cache.capacity * self.cache.tile_bytes,
+            "hot_share": counted["hits"] / reads if reads else None,
+            "host_bytes_read": (counted["fills"] + counted["host_reads"]) * self.cache.tile_bytes,
+        }

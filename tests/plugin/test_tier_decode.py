@@ -1,0 +1,76 @@
+"""Decode steps from a host pool: the bits of a resident one, whatever lies on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from locks_sglang.config import LocksConfig
+from rig import HEAD_DIM, PAGE, Rig
+
+CONFIG = LocksConfig(selector="locks", summary="r4h", budget=4 * PAGE, page_size=PAGE)
+TILE_GIB = 2 * PAGE * HEAD_DIM * 4 / 2**30
+
+
+class WritingRig(Rig):
+    """A rig whose decode steps write the K and V of their tokens, as the backend does."""
+
+    def decode(self, lengths: list[int], queries: list[torch.Tensor], new: torch.Tensor) -> torch.Tensor:
+        """Outputs of all layers; ``new`` is ``[layers, 2, rows, kv_heads, d]``."""
+        self.state.begin_step(self.batch(lengths))
+        rows = range(1, len(lengths) + 1)
+        slots = torch.stack([self.token_table[row, n - 1] for row, n in zip(rows, lengths, strict=True)])
+        outputs = []
+        for index in range(self.layers):
+            self.keys[index][slots.long()], self.values[index][slots.long()] = new[index]
+            self.state.write(self.layer(index), *new[index])
+            outputs.append(self.state.decode(queries[index], self.layer(index)))
+        self.state.finish_forward(slots.long())
+        return torch.stack(outputs)
+
+    def prefill(self, row: int, length: int, keys: torch.Tensor) -> None:
+        """Another request got the pages of a row: its tokens are written anew, in all layers."""
+        slots = self.token_table[row + 1, :length].long()
+        for index in range(self.layers):
+            self.keys[index][slots], self.values[index][slots] = keys[index], -keys[index]
+        self.state.finish_forward(slots)
+        self.state.wrote(slots)
+
+
+@pytest.mark.parametrize("tiles", [0, 7, 150, 10_000])
+def test_any_hot_size_gives_the_bits_of_a_resident_pool(tiles: int) -> None:
+    lengths = [14 * PAGE + 3, 5, 9 * PAGE - 2]
+    resident = WritingRig(CONFIG, lengths)
+    host = WritingRig(replace(CONFIG, kv_tier="host", hot_gib=tiles * TILE_GIB), lengths)
+    assert resident.state.tier is None and host.state.tier is not None
+    assert host.state.tier.cache.capacity == min(tiles, host.state.tier.cache.slot_of.numel())
+    noise = torch.Generator().manual_seed(5)
+    for step in range(22):
+        lengths = [length + 1 for length in lengths]
+        queries = resident.queries(3)
+        new = torch.randn(resident.layers, 2, 3, resident.kv_heads, HEAD_DIM, generator=noise)
+        expected, got = (rig.decode(lengths, queries, new) for rig in (resident, host))
+        assert torch.equal(expected, got)
+        if step in (5, 6, 14):
+            keys = torch.randn(resident.layers, 100, resident.kv_heads, HEAD_DIM, generator=noise)
+            for rig in (resident, host):
+                rig.prefill(2, 100, keys)
+            lengths[2] = 100
+    status = host.state.status()
+    assert status["kv_tier"] == "host" and status["host_bytes_read"] > 0
+    assert (status["hot_share"] > 0) == (tiles > 0) and "kv_tier" not in resident.state.status()
+
+
+def test_sizes_that_are_refused() -> None:
+    for wrong, said in (
+        ({"kv_tier": "disk"}, "legal: gpu, host"),
+        ({"hot_gib": -1.0}, "legal: 0 or more"),
+        ({"kv_tier": "host", "host_gib": 0.0}, "more than 0"),
+        (
+            {"kv_tier": "host", "attend": "flashinfer"},
+            "legal with --sparse-decode-kv-tier host: auto, native",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            replace(CONFIG, **wrong).validate()
