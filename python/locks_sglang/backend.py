@@ -29,7 +29,8 @@ def make_sparse_class(base: type) -> type:
         def init_forward_metadata(self, forward_batch: Any) -> None:
             self.locks.end_step()
             if self._plans_itself(forward_batch):
-                super().init_forward_metadata(forward_batch)
+                with self.locks.staged_planning(self, forward_batch):
+                    super().init_forward_metadata(forward_batch)
             # Some backends come through init_forward_metadata_out_graph, others do not.
             if not self.locks.in_step:
                 self.locks.begin_step(forward_batch)
@@ -39,9 +40,16 @@ def make_sparse_class(base: type) -> type:
             self.locks.allocate_graph_buffers(max_bs)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            self.locks.plan_out_of_graph()
             if self._plans_itself(forward_batch):
                 super().init_forward_metadata_out_graph(forward_batch, in_capture)
             self.locks.begin_step(forward_batch)
+
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            with self.locks.staged_attention(self, layer):
+                return super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
 
         def _plans_itself(self, forward_batch: Any) -> bool:
             """A decode step without dense layers never runs the backend's own decode kernel."""

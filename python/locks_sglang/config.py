@@ -70,21 +70,22 @@ class LocksConfig:
     )
     kv_tier: str = _option(
         "gpu",
-        "Where the KV pool lies: 'gpu', or 'host' with the pages that are read often on the GPU. 'host' is "
-        "tried out on CPUs alone so far.",
+        "Where the KV pool lies: 'gpu', or 'host': in host memory, with summaries and the pages that are "
+        "read often on the GPU.",
         choices=KV_TIERS,
     )
     host_gib: float | None = _option(
         None,
-        "Host memory of the KV pool per rank with --sparse-decode-kv-tier host. Default: what SGLang's "
-        "memory options give it.",
+        "Host memory of the KV pool per rank with --sparse-decode-kv-tier host. Default: an equal share of "
+        "what is free on the GPU's NUMA node and in the container, less 4 GiB.",
         type=float,
         metavar="GIB",
     )
-    hot_gib: float = _option(
-        1.0,
+    hot_gib: float | None = _option(
+        None,
         "Memory on the GPU for pages that are read often, per rank, with --sparse-decode-kv-tier host; 0 "
-        "is none. It changes the speed and no result.",
+        "is none. It changes the speed and no result. Default: what the pages of the host leave there, at "
+        "most what four decode steps read.",
         type=float,
         metavar="GIB",
     )
@@ -157,11 +158,10 @@ class LocksConfig:
                 "--sparse-decode-attend flashinfer reads one pool; legal with --sparse-decode-kv-tier "
                 "host: auto, native"
             )
-        if self.hot_gib < 0 or (self.host_gib is not None and self.host_gib <= 0):
-            raise LocksError(
-                f"--sparse-decode-hot-gib is {self.hot_gib}, --sparse-decode-host-gib {self.host_gib}; "
-                "legal: 0 or more, more than 0"
-            )
+        if self.hot_gib is not None and self.hot_gib < 0:
+            raise LocksError(f"--sparse-decode-hot-gib is {self.hot_gib}; legal: 0 or more")
+        if self.host_gib is not None and self.host_gib <= 0:
+            raise LocksError(f"--sparse-decode-host-gib is {self.host_gib}; legal: more than 0")
         if self.attend == "flashinfer" and self.min_len > self.largest_budget + 1:
             raise LocksError(
                 f"--sparse-decode-min-len is {self.min_len}; legal with --sparse-decode-attend flashinfer: "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from .policy import PolicyTable
 from .summaries import SummaryPool, bytes_per_token
 from .taps import LayerTap
 from .telemetry import Counters, PrometheusMetrics
+from .tier import staged_forward
 from .tier.decode import HostTier
+from .tier.staging import PrefillStaging
 from .trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -65,14 +69,8 @@ class SparseDecode:
             query_dtype=query_dtype or self.summaries.keys[0].dtype,
         )
         self.tier: HostTier | None = None
-        if config.kv_tier == "host":
-            self.tier = HostTier(
-                self.summaries,
-                hot_bytes=int(config.hot_gib * 2**30),
-                width=self.geometry.width,
-                requests=self._token_table.shape[0],
-                device=self.device,
-            )
+        """Set by who knows how large it is, where the pool lies in host memory."""
+        self._planning = False
         self._graph_rows = graph_rows
         self._plan = TapPlan()
         self._audit: Audit | None = None
@@ -145,6 +143,46 @@ class SparseDecode:
             self._flashinfer.prepare(step)
         if self.tier is not None:
             self.tier.begin_step(step, forward_batch.req_pool_indices)
+
+    @contextmanager
+    def staged_planning(self, backend: Any, forward_batch: Any) -> Iterator[None]:
+        """The attention backend's planning of a forward, which may be a prefill from a host pool."""
+        staging = self._staging()
+        if staging is not None:
+            staging.end()
+        if staging is None or not staged_forward.can_stage(forward_batch):
+            yield
+            return
+        prefixes, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        lengths = [before + more for before, more in zip(prefixes, new, strict=True)]
+        if not staging.begin(self._token_table, forward_batch.req_pool_indices, prefixes, lengths):
+            yield
+            return
+        with staged_forward.planning(backend, forward_batch, staging):
+            self._planning = True
+            try:
+                yield
+            finally:
+                self._planning = False
+
+    def plan_out_of_graph(self) -> None:
+        """A forward is planned for a CUDA graph, which reads what it read at its capture: the pool."""
+        staging = self._staging()
+        if staging is not None and not self._planning:
+            staging.end()
+
+    @contextmanager
+    def staged_attention(self, backend: Any, layer: Any) -> Iterator[None]:
+        """The attention of a layer in a forward that is no decode step."""
+        staging = self._staging()
+        if staging is None or not staging.active:
+            yield
+            return
+        with staged_forward.attending(backend, staging, self.summaries.index(layer.layer_id)):
+            yield
+
+    def _staging(self) -> PrefillStaging | None:
+        return self.tier.staging if self.tier is not None else None
 
     @property
     def in_step(self) -> bool:
@@ -281,8 +319,17 @@ class SparseDecode:
         """What ``/server_info`` shows: :meth:`describe` and the counters, with every finished audit."""
         if self._audit is not None:
             self._audit.collect(wait=True)
-        tier = self.tier.describe() if self.tier is not None else {}
-        return {**self.describe(), **self.counters.to_dict(), **tier}
+        counted = self.counters.to_dict()
+        tier = self.tier.describe(*_rows_and_pages(counted)) if self.tier is not None else {}
+        return {**self.describe(), **counted, **tier}
+
+    def totals(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Counters since the start, and gauges, by the names of their metrics."""
+        counters, gauges = self.counters.totals(), {"summary_bytes": self.summaries.nbytes}
+        if self.tier is not None:
+            counters |= self.tier.counts(*_rows_and_pages(counters))
+            gauges |= self.tier.pages()
+        return counters, gauges
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the handshake and ``/server_info``."""
@@ -330,6 +377,11 @@ class SparseDecode:
         )
         if self._trace is not None:
             logger.warning("Sparse decode writes a trace to %s", self._trace.path.resolve())
+
+
+def _rows_and_pages(counted: dict[str, Any]) -> tuple[int, int]:
+    """Rows that were decoded, and pages whose summaries were built."""
+    return counted["rows_sparse"] + counted["rows_dense"], counted["summaries_built"]
 
 
 _active: SparseDecode | None = None

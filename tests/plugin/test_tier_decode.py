@@ -7,14 +7,29 @@ from dataclasses import replace
 import pytest
 import torch
 from locks_sglang.config import LocksConfig
+from locks_sglang.tier.decode import HostTier
 from rig import HEAD_DIM, PAGE, Rig
 
 CONFIG = LocksConfig(selector="locks", summary="r4h", budget=4 * PAGE, page_size=PAGE)
-TILE_GIB = 2 * PAGE * HEAD_DIM * 4 / 2**30
+TILE = 2 * PAGE * HEAD_DIM * 4
 
 
 class WritingRig(Rig):
-    """A rig whose decode steps write the K and V of their tokens, as the backend does."""
+    """A rig whose decode steps write the K and V of their tokens, as the backend does.
+
+    Its pool is a host tier's with ``tiles`` hot ones, where they are given.
+    """
+
+    def __init__(self, config: LocksConfig, lengths: list[int], tiles: int | None = None) -> None:
+        super().__init__(config, lengths)
+        if tiles is not None:
+            self.state.tier = HostTier(
+                self.state.summaries,
+                hot_bytes=tiles * TILE,
+                width=self.state.geometry.width,
+                requests=len(self.token_table),
+                device=torch.device("cpu"),
+            )
 
     def decode(self, lengths: list[int], queries: list[torch.Tensor], new: torch.Tensor) -> torch.Tensor:
         """Outputs of all layers; ``new`` is ``[layers, 2, rows, kv_heads, d]``."""
@@ -42,8 +57,8 @@ class WritingRig(Rig):
 def test_any_hot_size_gives_the_bits_of_a_resident_pool(tiles: int) -> None:
     lengths = [14 * PAGE + 3, 5, 9 * PAGE - 2]
     resident = WritingRig(CONFIG, lengths)
-    host = WritingRig(replace(CONFIG, kv_tier="host", hot_gib=tiles * TILE_GIB), lengths)
-    assert resident.state.tier is None and host.state.tier is not None
+    host = WritingRig(CONFIG, lengths, tiles)
+    assert host.state.tier is not None
     assert host.state.tier.cache.capacity == min(tiles, host.state.tier.cache.slot_of.numel())
     noise = torch.Generator().manual_seed(5)
     for step in range(22):
@@ -60,13 +75,16 @@ def test_any_hot_size_gives_the_bits_of_a_resident_pool(tiles: int) -> None:
     status = host.state.status()
     assert status["kv_tier"] == "host" and status["host_bytes_read"] > 0
     assert (status["hot_share"] > 0) == (tiles > 0) and "kv_tier" not in resident.state.status()
+    # 22 steps of 3 rows, and three prefills of 100 tokens.
+    token = 2 * 4 * resident.layers * resident.kv_heads * HEAD_DIM
+    assert status["host_bytes_written"] == (22 * 3 + 300) * token
 
 
 def test_sizes_that_are_refused() -> None:
     for wrong, said in (
         ({"kv_tier": "disk"}, "legal: gpu, host"),
         ({"hot_gib": -1.0}, "legal: 0 or more"),
-        ({"kv_tier": "host", "host_gib": 0.0}, "more than 0"),
+        ({"host_gib": 0.0}, "host-gib is 0.0; legal: more than 0"),
         (
             {"kv_tier": "host", "attend": "flashinfer"},
             "legal with --sparse-decode-kv-tier host: auto, native",

@@ -1,4 +1,4 @@
-"""HostTier: decode steps of a model runner whose KV pool lies in host memory."""
+"""HostTier: what a model runner needs beside its own state where its KV pool lies in host memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from locks_kernels import Selection, StepTables, tier
 from locks_kernels.hot_cache import COUNTERS, HotCache
 
 from ..summaries import SummaryPool
+from .staging import PrefillStaging
 
 
 class HostTier:
-    """The hot tiles of a pool, and which of them a step reads where.
+    """The hot tiles of a pool, which of them a step reads where, and the staging of its prefills.
 
     Args:
         pool: keys and values of every layer, in host memory.
@@ -20,10 +21,20 @@ class HostTier:
         width: entries of a page list.
         requests: request slots, also the largest batch.
         device: of the decode steps.
+        staged_tokens: that a prefill forward may have on the device; 0: prefills read the host's memory.
+        allocator: SGLang's, which knows how many tokens are free; None where nobody asks.
     """
 
     def __init__(
-        self, pool: SummaryPool, *, hot_bytes: int, width: int, requests: int, device: torch.device
+        self,
+        pool: SummaryPool,
+        *,
+        hot_bytes: int,
+        width: int,
+        requests: int,
+        device: torch.device,
+        staged_tokens: int = 0,
+        allocator: Any = None,
     ) -> None:
         self._keys, self._values = pool.keys, pool.values
         pages, page_size, kv_heads, head_dim = pool.keys[0].shape
@@ -35,6 +46,11 @@ class HostTier:
             capacity=min(hot_bytes // tile_bytes, tiles), max_rows=requests, width=width,
             open_rows=requests, dtype=dtype, device=device,
         )  # fmt: skip
+        self.staging: PrefillStaging | None = None
+        if staged_tokens:
+            self.staging = PrefillStaging(self._keys, self._values, tokens=staged_tokens, device=device)
+        self._allocator = allocator
+        self._prefilled = 0
         # At one address, since CUDA graphs go on reading it.
         self._slots = torch.zeros(requests, dtype=torch.int32, device=device)
         self._step: StepTables | None = None
@@ -83,15 +99,49 @@ class HostTier:
     def wrote(self, slots: torch.Tensor) -> None:
         """A forward that is no decode step wrote these pool slots."""
         tier.invalidate(self.cache, slots)
+        self._prefilled += len(slots)
 
-    def describe(self) -> dict[str, Any]:
-        """Plain values for ``/server_info``."""
+    def counts(self, decoded: int, pages_built: int) -> dict[str, int]:
+        """Totals since the start, by the name of their metric, beside those of all servers.
+
+        Args:
+            decoded: rows of decode steps.
+            pages_built: pages whose summaries were built, from keys that are read from the host.
+        """
         counted = dict(zip(COUNTERS, self.cache.counters.tolist(), strict=True))
-        reads = counted["hits"] + counted["misses"]
+        page_bytes = len(self._keys) * self.cache.kv_heads * self.cache.tile_bytes
+        tiles = (counted["fills"] + counted["host_reads"]) * self.cache.tile_bytes
+        staged = self.staging.pages_copied if self.staging is not None else 0
+        layers = len(self._keys)
+        return {
+            "hot_hits": counted["hits"],
+            "hot_misses": counted["misses"],
+            "host_bytes_read": tiles + staged * page_bytes // layers + pages_built * page_bytes // 2,
+            "host_bytes_written": (self._prefilled + decoded) * page_bytes // self.cache.page_size,
+        }
+
+    def pages(self) -> dict[str, int]:
+        """Pages of the host pool that hold something, the prefix cache's included, and that are free."""
+        if self._allocator is None:
+            return {}
+        size = self.cache.page_size
+        free = int(self._allocator.available_size()) // size
+        # The first page belongs to nobody: padding is written there.
+        return {"host_pages_used": self.cache.pages - 1 - free, "host_pages_free": free}
+
+    def describe(self, decoded: int, pages_built: int) -> dict[str, Any]:
+        """Plain values for ``/server_info``; arguments as for :meth:`counts`."""
+        counted = self.counts(decoded, pages_built)
+        reads = counted["hot_hits"] + counted["hot_misses"]
+        staging = self.staging
         return {
             "kv_tier": "host",
+            "host_bytes": sum(pool.nbytes for pool in (*self._keys, *self._values)),
             "hot_tiles": self.cache.capacity,
             "hot_bytes": self.cache.capacity * self.cache.tile_bytes,
-            "hot_share": counted["hits"] / reads if reads else None,
-            "host_bytes_read": (counted["fills"] + counted["host_reads"]) * self.cache.tile_bytes,
+            "hot_share": counted["hot_hits"] / reads if reads else None,
+            **counted,
+            **self.pages(),
+            "prefills_staged": staging.forwards if staging is not None else 0,
+            "prefills_unstaged": staging.forwards_unstaged if staging is not None else 0,
         }
