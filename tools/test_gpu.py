@@ -33,7 +33,7 @@ import results_file  # noqa: E402
 FOR_SERVERS = ("-m", "locks_kernels.precompile", "--geometry", "9x3x64")
 PREBUILD = (("tests/kernels/prebuild.py",), ("tests/kernels/test_score_gpu.py",))
 PARTS = {
-    "kernels": ["tests/kernels", *map(str, sorted(ROOT.glob("tests/plugin/test_*_gpu.py")))],
+    "kernels": ["tests/kernels", *map(str, sorted(ROOT.glob("tests/[pt]*/test_*_gpu.py")))],
     "server": ["tests/server"],
 }
 Row = dict[str, Any]

@@ -27,7 +27,10 @@ _GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 @dataclass(frozen=True)
 class Geometry:
-    """Attention of one rank; ``records`` is a format name, ``minmax`` (quest) or ``none`` (oracle)."""
+    """Attention of one rank; ``records`` is a format name, ``minmax`` (quest) or ``none`` (oracle).
+
+    With ``host_tier``, from a pool in host memory.
+    """
 
     q_heads: int
     kv_heads: int
@@ -35,9 +38,12 @@ class Geometry:
     page_size: int = 16
     records: str = DEFAULT_FORMAT
     dtype: torch.dtype = torch.bfloat16
+    host_tier: bool = False
 
     @classmethod
-    def parse(cls, text: str, page_size: int, records: str, dtype: torch.dtype) -> Geometry:
+    def parse(
+        cls, text: str, page_size: int, records: str, dtype: torch.dtype, host_tier: bool = False
+    ) -> Geometry:
         """Make a geometry of ``QxKxD``: query heads, KV heads, head dimension.
 
         Raises:
@@ -50,7 +56,7 @@ class Geometry:
                 f"geometry {text!r}; legal: QxKxD, such as 32x8x128, with Q query heads, K KV heads and "
                 f"1 to {cuda_score.MAX_GROUP} query heads a KV head"
             )
-        return cls(q_heads, kv_heads, head_dim, page_size, records, dtype)
+        return cls(q_heads, kv_heads, head_dim, page_size, records, dtype, host_tier)
 
 
 def libraries(geometry: Geometry) -> list[build.Library]:
@@ -67,9 +73,10 @@ def libraries(geometry: Geometry) -> list[build.Library]:
     with build.naming() as named:
         if records is not None:
             cuda_summarize.load(records, geometry.dtype)
-        cuda_score.library(queries, keys, records)
+        open_pages = geometry.host_tier and isinstance(records, Summaries)
+        cuda_score.library(queries, keys, records, open_pages)
         cuda_select.library(geometry.q_heads // geometry.kv_heads)
-        cuda_attend.library(queries, keys)
+        cuda_attend.library(queries, keys, geometry.host_tier)
     return named
 
 
@@ -92,7 +99,9 @@ def main(argv: list[str] | None = None) -> int:
             for text in arguments.geometry
             for records in arguments.format or [DEFAULT_FORMAT]
             for library in libraries(
-                Geometry.parse(text, arguments.page_size, records, DTYPES[arguments.dtype])
+                Geometry.parse(
+                    text, arguments.page_size, records, DTYPES[arguments.dtype], arguments.host_tier
+                )
             )
         }
         started = time.monotonic()
@@ -125,6 +134,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FORMAT",
         help="record format, minmax for quest or none for oracle; may be given more than once "
         f"(default: {DEFAULT_FORMAT})",
+    )
+    parser.add_argument(
+        "--host-tier", action="store_true", help="for a server with --sparse-decode-kv-tier host"
     )
     parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument(
