@@ -45,12 +45,6 @@ def make_sparse_class(base: type) -> type:
                 super().init_forward_metadata_out_graph(forward_batch, in_capture)
             self.locks.begin_step(forward_batch)
 
-        def forward_extend(
-            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            with self.locks.staged_attention(self, layer):
-                return super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
-
         def _plans_itself(self, forward_batch: Any) -> bool:
             """A decode step without dense layers never runs the backend's own decode kernel."""
             return bool(self.locks.dense_layers) or not forward_batch.forward_mode.is_decode()
@@ -73,11 +67,37 @@ def make_sparse_class(base: type) -> type:
             if save_kv_cache and k is not None:
                 _write_kv(self, layer, forward_batch, k, v)
                 self.locks.write(layer, k, v)
+            else:
+                self.locks.written(layer, forward_batch.out_cache_loc)
             queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
             return self.locks.decode(queries, layer).view(len(queries), -1)
 
     SparseBackend.__name__ = f"Locks{base.__name__}"
     return SparseBackend
+
+
+def make_staged_class(base: type) -> type:
+    """Subclass of a sparse backend whose prefill attends staged copies of a pool in host memory."""
+
+    class StagedBackend(base):  # type: ignore[valid-type, misc]
+        def forward_extend(
+            self,
+            q: Any,
+            k: Any,
+            v: Any,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:
+            written = None if save_kv_cache and k is not None else forward_batch.out_cache_loc
+            with self.locks.staged_attention(self, layer, written):
+                return super().forward_extend(
+                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+                )
+
+    StagedBackend.__name__ = base.__name__
+    return StagedBackend
 
 
 def upgrade(backend: Any, state: SparseDecode) -> None:
@@ -87,7 +107,8 @@ def upgrade(backend: Any, state: SparseDecode) -> None:
         LocksError: its class is not one that sparse decode was made for.
     """
     adapt(backend)
-    backend.__class__ = make_sparse_class(type(backend))
+    sparse = make_sparse_class(type(backend))
+    backend.__class__ = sparse if state.tier is None else make_staged_class(sparse)
     backend.locks = state
 
 

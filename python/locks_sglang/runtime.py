@@ -172,13 +172,16 @@ class SparseDecode:
             staging.end()
 
     @contextmanager
-    def staged_attention(self, backend: Any, layer: Any) -> Iterator[None]:
-        """The attention of a layer in a forward that is no decode step."""
+    def staged_attention(self, backend: Any, layer: Any, written: torch.Tensor | None) -> Iterator[None]:
+        """The attention of a layer in a forward that is no decode step.
+
+        ``written`` are the pool slots of its tokens, if the model has written them by itself.
+        """
         staging = self._staging()
         if staging is None or not staging.active:
             yield
             return
-        with staged_forward.attending(backend, staging, self.summaries.index(layer.layer_id)):
+        with staged_forward.attending(backend, staging, self.summaries.index(layer.layer_id), written):
             yield
 
     def _staging(self) -> PrefillStaging | None:
@@ -221,6 +224,11 @@ class SparseDecode:
         """Say what a decode step writes into the pool for its current tokens, before :meth:`decode`."""
         if self.tier is not None:
             self.tier.write(self.summaries.index(layer.layer_id), keys, values)
+
+    def written(self, layer: Any, slots: torch.Tensor) -> None:
+        """As :meth:`write`, where the model has written the pool's ``slots`` by itself."""
+        if self.tier is not None:
+            self.tier.written(self.summaries.index(layer.layer_id), slots)
 
     def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
         """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.

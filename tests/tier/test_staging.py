@@ -145,7 +145,7 @@ def test_a_backend_with_a_page_table() -> None:
         backend.forward_metadata = SimpleNamespace(page_table=torch.zeros(2, 3, dtype=torch.int32))
     assert torch.equal(backend.forward_metadata.page_table, staging.page_table(2, 3))
     own = backend.token_to_kv_pool
-    with attending(backend, staging, 2):
+    with attending(backend, staging, 2, None):
         pool = backend.token_to_kv_pool
         assert pool.name == "pool"
         pool.set_kv_buffer(2, None, *prefill.own[2], None, None)
@@ -153,6 +153,22 @@ def test_a_backend_with_a_page_table() -> None:
         assert torch.equal(pool.get_key_buffer(2), staging.buffers(2)[0])
         assert torch.equal(pool.get_value_buffer(2), staging.buffers(2)[1])
     assert backend.token_to_kv_pool is own and backend.written == [2]
+
+
+def test_a_model_that_writes_by_itself() -> None:
+    """Rotary kernels that store the keys too: the staged copy gets the tokens from the pool."""
+    prefill = Prefill([(33, 5), (0, 20)])
+    staging = prefill.staging
+    prefill.begin()
+    slots = torch.cat([prefill.slots(row)[prefix:] for row, prefix in enumerate(prefill.prefixes)])
+    for layer in (0, 1, 2, 1):  # the last is a layer that shares the keys of an earlier one
+        prefill.write(layer)
+        with attending(Backend(prefill), staging, layer, slots):
+            tokens = staging.token_table().flatten()
+            for row, length in enumerate(prefill.lengths):
+                at = tokens[staging.firsts[row] * PAGE :][:length].long()
+                for which, buffer in enumerate(staging.buffers(layer)):
+                    assert torch.equal(buffer[at], prefill.pool[layer, which][prefill.slots(row)])
 
 
 def test_a_backend_that_lists_tokens() -> None:

@@ -76,6 +76,11 @@ class HostTier:
             self.cache, index, keys.reshape(shape), values.reshape(shape), lengths, self._requests
         )
 
+    def written(self, index: int, slots: torch.Tensor) -> None:
+        """As :meth:`write`, with K and V from the pool's ``slots``, int ``[rows]``."""
+        keys, values = (pool[index].flatten(0, 1)[slots] for pool in (self._keys, self._values))
+        self.write(index, keys, values)
+
     def open_keys(self, index: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and page numbers of the current pages, as ``score_select`` takes them."""
         return self.cache.open_keys(index), self._requests[rows]

@@ -86,10 +86,21 @@ def _redirect(backend: Any, forward_batch: Any, staging: PrefillStaging) -> None
 
 
 @contextmanager
-def attending(backend: Any, staging: PrefillStaging, index: int) -> Iterator[None]:
-    """The backend's prefill attention of a layer."""
+def attending(
+    backend: Any, staging: PrefillStaging, index: int, written: torch.Tensor | None = None
+) -> Iterator[None]:
+    """The backend's prefill attention of a layer.
+
+    Args:
+        backend: SGLang's.
+        staging: with a forward that was begun.
+        index: of the layer in the pool.
+        written: pool slots of the forward's own tokens, if the model has written them by itself.
+    """
     pool, tables = backend.token_to_kv_pool, backend.req_to_token_pool
     staging.enter(index)
+    if written is not None:
+        staging.store_from_pool(index, written)
     backend.token_to_kv_pool = StagedPool(pool, staging, index)
     if staging.tables is not None:
         backend.req_to_token_pool = staging.tables

@@ -46,7 +46,7 @@ class PrefillStaging:
         self._ready = [self._event() for _ in range(2)]
         self._read = [self._event() for _ in range(2)]
         self.active = False
-        self._copied = -1
+        self._holds = [-1, -1]
         self.firsts: list[int] = []
         self.lengths: list[int] = []
         self._sources = self._slots = torch.zeros(0, dtype=torch.int64, device=device)
@@ -96,7 +96,7 @@ class PrefillStaging:
         if self._side is not None:
             # What wrote the prefix, and the numbers above, are on the forward's stream.
             self._side.wait_stream(torch.cuda.current_stream(self._device))
-        self.active, self._copied = True, -1
+        self.active, self._holds = True, [-1, -1]
         self.forwards += 1
         return True
 
@@ -134,11 +134,11 @@ class PrefillStaging:
 
     def enter(self, index: int) -> None:
         """Before the attention of a layer: its prefix is there, and the next one's is on its way."""
-        if self._copied < index:
+        if self._holds[index % 2] != index:
             self._copy(index)
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready[index % 2])
-        if self._copied == index and index + 1 < len(self._pools[0]):
+        if index + 1 < len(self._pools[0]) and self._holds[(index + 1) % 2] != index + 1:
             self._copy(index + 1)
 
     def leave(self, index: int) -> None:
@@ -156,8 +156,13 @@ class PrefillStaging:
         for buffer, given in zip(self.buffers(index), (keys, values), strict=True):
             buffer.index_copy_(0, self._slots, given.reshape(-1, *buffer.shape[1:]).to(buffer.dtype))
 
+    def store_from_pool(self, index: int, slots: torch.Tensor) -> None:
+        """As :meth:`store`, for a model that wrote its tokens to these pool slots by itself."""
+        keys, values = (pool[index].flatten(0, 1)[slots] for pool in self._pools)
+        self.store(index, keys, values)
+
     def _copy(self, index: int) -> None:
-        self._copied = index
+        self._holds[index % 2] = index
         if not len(self._sources):
             if self._side is not None:
                 self._ready[index % 2].record(torch.cuda.current_stream(self._device))
