@@ -11,9 +11,11 @@ from fake_machine import GIB, grace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from locks_sglang.config import LocksConfig, LocksError
-from locks_sglang.tier import capacity, ranks
+from locks_sglang.tier import capacity, limits, ranks
 from locks_sglang.tier.capacity import Split, TierShape, split
+from locks_sglang.tier.host_memory import Registration
 from locks_sglang.tier.limits import Request
+from locks_sglang.tier.topology import host_nodes, nodes
 
 # GLM-4-9B-Chat-1M with its 80 KiB a token, r4i4 records.
 GLM = TierShape(
@@ -87,6 +89,25 @@ def test_ranks_share_what_is_free(tmp_path: Path) -> None:
     assert capacity.room(both, tmp_path, capacity.ANY_LOCK) == 316 * GIB
     assert capacity.room([Request(0, 0, 0), Request(1, 0, 0)], tmp_path, capacity.ANY_LOCK) == 208 * GIB
     assert capacity.room(both, tmp_path, 5 * GIB) == 5 * GIB
+
+
+@pytest.mark.parametrize(("limit", "counts"), [(8 << 20, False), (8 << 20, True), (2 << 30, True)])
+def test_a_small_limit_of_locked_memory_is_tried(
+    monkeypatch: pytest.MonkeyPatch, limit: int, counts: bool
+) -> None:
+    tried: list[int] = []
+
+    def register(address: int, nbytes: int) -> str | None:
+        tried.append(nbytes)
+        return "not permitted (1)" if counts else None
+
+    fake = Registration(register, lambda address: None)
+    monkeypatch.setattr(capacity, "with_cuda", lambda: fake)
+    monkeypatch.setattr(capacity, "node_of", lambda device, root: host_nodes(nodes())[0])
+    monkeypatch.setattr(limits, "memlock_limit", lambda: limit)
+    assert capacity.lockable(torch.device("cuda")) == (limit if counts else capacity.ANY_LOCK)
+    assert tried == ([10 << 20] if limit < capacity.TRIED else [])
+    assert capacity.lockable(torch.device("cpu")) == capacity.ANY_LOCK
 
 
 def test_all_ranks_take_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

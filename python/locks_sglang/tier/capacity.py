@@ -11,6 +11,7 @@ from locks_kernels.hot_cache import HotCache
 
 from ..config import LocksConfig, LocksError
 from . import limits, ranks
+from .host_memory import HostMemory, with_cuda
 from .limits import RESERVE, Request, gib
 from .staging import PrefillStaging
 from .topology import ROOT, host_nodes, node_of_gpu, nodes
@@ -19,6 +20,8 @@ STEPS_HELD = 4
 """Hot cache that is taken where none is asked for, in what a step of the largest graph reads.  More
 holds pages longer than their selection drifts away from them."""
 ANY_LOCK = 1 << 62
+TRIED = 1 << 30
+"""Largest limit of locked memory that is tried by registering more."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def host_bytes(config: LocksConfig, device: torch.device, root: Path = ROOT) -> 
 
     def share() -> int:
         requests = ranks.gather(Request(ranks.rank(), node_of(device, root), 0))
-        return room(requests, root, lockable(device))
+        return room(requests, root, lockable(device, root))
 
     found = min(ranks.gather(share()))
     if found <= 0:
@@ -147,7 +150,7 @@ def host_bytes(config: LocksConfig, device: torch.device, root: Path = ROOT) -> 
     return found
 
 
-def room(requests: Sequence[Request], root: Path, memlock: int | None) -> int:
+def room(requests: Sequence[Request], root: Path, memlock: int) -> int:
     """The largest size that all requests can have at once."""
     found = limits.find(requests, root, memlock, RESERVE)
     return min(limit.nbytes // len(limit.requests) for limit in found)
@@ -162,9 +165,22 @@ def node_of(device: torch.device, root: Path = ROOT) -> int:
     return node_of_gpu(bus, root)
 
 
-def lockable(device: torch.device) -> int | None:
-    """Bytes that this process may lock; nothing is locked without a GPU.  None: without a limit."""
-    return ANY_LOCK if device.type == "cpu" else limits.memlock_limit()
+def lockable(device: torch.device, root: Path = ROOT) -> int:
+    """Bytes that this process may lock, as far as registering memory with a GPU counts as locking.
+
+    Drivers differ from what locks memory elsewhere, so a small limit is tried: memory a little larger
+    is registered and given back.  Nothing is locked without a GPU.
+    """
+    limit = limits.memlock_limit()
+    if device.type == "cpu" or limit is None:
+        return ANY_LOCK
+    if limit > TRIED:
+        return limit
+    try:
+        HostMemory(limit + 1, node=node_of(device, root), registration=with_cuda(), root=root).close()
+    except LocksError:
+        return limit
+    return ANY_LOCK
 
 
 _split: Split | None = None

@@ -47,7 +47,7 @@ def hold(pool: Any, shapes: Sequence[tuple[int, ...]], root: Path = ROOT) -> Hos
     nbytes = pool.layer_num * sum(sizes)
     node = ranks.together(lambda: capacity.node_of(device, root))
     requests = ranks.gather(Request(ranks.rank(), node, nbytes))
-    ranks.together(lambda: limits.check(requests, root, capacity.lockable(device)))
+    ranks.together(lambda: limits.check(requests, root, capacity.lockable(device, root)))
     registration = unregistered() if device.type == "cpu" else with_cuda()
     memory = ranks.together(
         lambda: HostMemory(nbytes, node=node, registration=registration, root=root), HostMemory.close
