@@ -40,7 +40,7 @@ def make_sparse_class(base: type) -> type:
             self.locks.allocate_graph_buffers(max_bs)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-            self.locks.plan_out_of_graph()
+            self.locks.plan_out_of_graph(forward_batch)
             if self._plans_itself(forward_batch):
                 super().init_forward_metadata_out_graph(forward_batch, in_capture)
             self.locks.begin_step(forward_batch)

@@ -150,7 +150,11 @@ class SparseDecode:
         staging = self._staging()
         if staging is not None:
             staging.end()
-        if staging is None or not staged_forward.can_stage(forward_batch):
+        if staging is None or not forward_batch.forward_mode.is_extend():
+            yield
+            return
+        if not staged_forward.can_stage(forward_batch):
+            staging.forwards_unstaged += 1
             yield
             return
         prefixes, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
@@ -165,11 +169,12 @@ class SparseDecode:
             finally:
                 self._planning = False
 
-    def plan_out_of_graph(self) -> None:
+    def plan_out_of_graph(self, forward_batch: Any) -> None:
         """A forward is planned for a CUDA graph, which reads what it read at its capture: the pool."""
         staging = self._staging()
-        if staging is not None and not self._planning:
+        if staging is not None and not self._planning and forward_batch.forward_mode.is_extend():
             staging.end()
+            staging.forwards_unstaged += 1
 
     @contextmanager
     def staged_attention(self, backend: Any, layer: Any, written: torch.Tensor | None) -> Iterator[None]:

@@ -324,7 +324,7 @@ def report_decode_stats(_: None, reporter: Any, *args: Any, **kwargs: Any) -> No
     if state is None or reporter.forward_ct_decode % reporter.decode_log_interval != 0:
         return
     if reporter.is_stats_logging_rank:
-        logger.info(state.counters.log_line())
+        logger.info(state.counters.log_line() + (state.tier.log_part() if state.tier is not None else ""))
     _publish_metrics(state)
 
 

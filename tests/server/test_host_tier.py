@@ -106,6 +106,8 @@ def test_metrics(host: Traced, words: list[int]) -> None:
     host.run(words[:400], LONG)
     info = host.server.locks_info()
     samples = host.server.metrics()
+    shares = [float(share) for share in host.server.find_in_log(r"hot share: ([\d.]+) %")]
+    assert shares and all(0 <= share <= 100 for share in shares)
     for name, (kind, _) in {**METRICS, **TIER_METRICS}.items():
         if kind != "histogram":
             shown = samples[f"{name}_total" if kind == "counter" else name]

@@ -128,7 +128,6 @@ class Backend:
 
 def batch(prefill: Prefill, **changes: Any) -> Any:
     values = {
-        "forward_mode": SimpleNamespace(is_extend=lambda: True),
         "extend_prefix_lens_cpu": prefill.prefixes,
         "extend_seq_lens_cpu": prefill.new,
         "batch_size": len(prefill.new),
@@ -201,13 +200,12 @@ def test_a_backend_that_reads_the_token_table() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"forward_mode": SimpleNamespace(is_extend=lambda: False)},
         {"extend_prefix_lens_cpu": None},
         {"batch_size": 5},
         {"extend_seq_lens_cpu": [0]},
         {"kv_loc_plan": object()},
     ],
-    ids=["decode", "no lengths", "padded", "empty", "planned elsewhere"],
+    ids=["no lengths", "padded", "empty", "planned elsewhere"],
 )
 def test_forwards_that_are_left_alone(changes: dict[str, Any]) -> None:
     prefill = Prefill([(33, 5)])

@@ -51,6 +51,7 @@ class HostTier:
             self.staging = PrefillStaging(self._keys, self._values, tokens=staged_tokens, device=device)
         self._allocator = allocator
         self._prefilled = 0
+        self._logged = (0, 0)
         # At one address, since CUDA graphs go on reading it.
         self._slots = torch.zeros(requests, dtype=torch.int32, device=device)
         self._step: StepTables | None = None
@@ -133,6 +134,13 @@ class HostTier:
         free = int(self._allocator.available_size()) // size
         # The first page belongs to nobody: padding is written there.
         return {"host_pages_used": self.cache.pages - 1 - free, "host_pages_free": free}
+
+    def log_part(self) -> str:
+        """For the decode log line: the share of the tiles read since the last one that were hot."""
+        hits, misses = self.cache.counters[:2].tolist()
+        hit, read = hits - self._logged[0], hits + misses - self._logged[1]
+        self._logged = (hits, hits + misses)
+        return f", hot share: {100 * hit / read:.1f} %" if read else ""
 
     def describe(self, decoded: int, pages_built: int) -> dict[str, Any]:
         """Plain values for ``/server_info``; arguments as for :meth:`counts`."""

@@ -40,10 +40,9 @@ class StagedPool:
 
 
 def can_stage(forward_batch: Any) -> bool:
-    """Whether a forward is a prefill that this module knows how to redirect."""
-    mode = forward_batch.forward_mode
+    """Whether this module knows how to redirect a prefill."""
     prefixes, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-    if not mode.is_extend() or prefixes is None or new is None:
+    if prefixes is None or new is None:
         return False
     if forward_batch.batch_size != len(prefixes) or sum(new) == 0:
         return False
