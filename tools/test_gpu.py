@@ -31,7 +31,11 @@ import results_file  # noqa: E402
 # What the servers load is compiled first: it takes about as long as a server takes to ask for it. Then each
 # of the others compiles what the tests of a few files load, many libraries at a time.
 FOR_SERVERS = ("-m", "locks_kernels.precompile", "--geometry", "9x3x64")
-PREBUILD = (("tests/kernels/prebuild.py",), ("tests/kernels/test_score_gpu.py",))
+PREBUILD = (
+    (*FOR_SERVERS, "--host-tier"),
+    ("tests/kernels/prebuild.py",),
+    ("tests/kernels/test_score_gpu.py",),
+)
 PARTS = {
     "kernels": ["tests/kernels", *map(str, sorted(ROOT.glob("tests/[pt]*/test_*_gpu.py")))],
     "server": ["tests/server"],

@@ -75,7 +75,7 @@ def servers(
     request: pytest.FixtureRequest,
 ) -> Iterator[ServerPool]:
     """``servers.get(*flags)``: a running server with these flags and an empty cache."""
-    pool = ServerPool(demo_model, tmp_path_factory.mktemp("servers"), 12 if ON_GPU else 2, probe)
+    pool = ServerPool(demo_model, tmp_path_factory.mktemp("servers"), 14 if ON_GPU else 2, probe)
     try:
         if ON_GPU:
             pool.start(*wanted_together(request.session.items, traces))
