@@ -71,8 +71,13 @@ class TierShape:
             head_dim=self.head_dim, capacity=hot_bytes // self.tile_bytes, max_rows=self.request_slots,
             width=self.width, open_rows=self.request_slots, dtype=self.dtype, device="meta",
         )  # fmt: skip
-        return cache.nbytes + PrefillStaging.price(
-            self.staged_tokens, self.page_size, self.kv_heads, self.head_dim, self.dtype
+        # The sources of a layer's lists are as long as what it misses.
+        return (
+            cache.nbytes
+            + cache.missing.nbytes
+            + PrefillStaging.price(
+                self.staged_tokens, self.page_size, self.kv_heads, self.head_dim, self.dtype
+            )
         )
 
 

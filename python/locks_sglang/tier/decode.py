@@ -52,8 +52,9 @@ class HostTier:
         self._allocator = allocator
         self._prefilled = 0
         self._logged = (0, 0)
-        # At one address, since CUDA graphs go on reading it.
+        # At one address each, since CUDA graphs go on using them.
         self._slots = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._sources = torch.zeros_like(self.cache.missing)
         self._step: StepTables | None = None
 
     @property
@@ -88,7 +89,9 @@ class HostTier:
 
     def resolve(self, index: int, selection: Selection, rows: slice) -> Selection:
         """The selection of some rows of the step, with sources for pages; missing tiles are taken in."""
-        found = tier.resolve(self.cache, index, selection, self._requests[rows])
+        pages = selection.pages
+        sources = self._sources[: pages.numel()].view(pages.shape)
+        found = tier.resolve(self.cache, index, selection, self._requests[rows], out=sources)
         tier.fill(self.cache, index, self._keys[index], self._values[index])
         return found
 
