@@ -4,8 +4,11 @@
 
 Every variant runs in a process of its own, one after another, on the same GPU: the model
 runner of SGLang with its CUDA graphs, driven directly, so that the step is all that is
-measured.  A long context need not be prefilled: the pool is filled with keys and values that
-differ by layer, head and page, and the summaries are built by the product's own path.
+measured.  ``step_ms`` waits for the GPU after every step; ``pipelined_ms`` prepares a step while
+the GPU is at the one before, as SGLang's scheduler does by default.  A long context need not be
+prefilled: the pool is filled with keys and values that differ by layer, head and page, and the
+summaries are built by the product's own path.  Steps of few tokens run dense unless
+``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
 ``--prefill`` really prefills, to prove that this gives the same step time.
 """
 
@@ -26,6 +29,7 @@ import results_file
 GRID = "1x16384,1x32768,1x65536,1x131072,1x262144,1x524288,1x1000000,4x262144,8x131072,16x65536,32x32768"
 VARIANTS = "dense:fa3,dense:flashinfer,locks:r4i4,locks:r8i4"
 WARM_UP = 6
+PIPELINES = 3
 SEED = 7
 
 
@@ -73,9 +77,11 @@ def main() -> int:
     return 0 if rows else 1
 
 
-def run_variant(variant: str, checks: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
-    """Run one variant in its own process; its rows come as JSON lines on its output."""
-    command = [sys.executable, __file__, "--child", variant, *sys.argv[1:]]
+def run_variant(
+    variant: str, checks: dict[str, list[list[int]]], script: str = __file__
+) -> list[dict[str, Any]]:
+    """Run one variant of ``script`` in its own process; its rows come as JSON lines on its output."""
+    command = [sys.executable, script, "--child", variant, *sys.argv[1:]]
     rows = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -96,17 +102,31 @@ def run_variant(variant: str, checks: dict[str, list[list[int]]]) -> list[dict[s
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Step times, and the ratio of the faster dense backend to each sparse variant."""
+    for key in ("step_ms", "pipelined_ms"):
+        timed = [row for row in rows if row.get(key)]
+        if timed:
+            print(f"\n{key}")
+            print_times(timed, key)
+
+
+def print_times(rows: list[dict[str, Any]], key: str) -> None:
     names = list(dict.fromkeys(row["variant"] for row in rows))
     cases = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
-    found = {(row["variant"], row["batch"], row["context"]): row["step_ms"] for row in rows}
-    print(f"\n{'batch x context':>18}" + "".join(f"{name:>18}" for name in names))
+    found = {(row["variant"], row["batch"], row["context"]): row[key] for row in rows}
+    ran_dense = {
+        (row["variant"], row["batch"], row["context"])
+        for row in rows
+        if row.get("dense_rows_share", 0) > 0.5
+    }
+    print(f"{'batch x context':>18}" + "".join(f"{name:>18}" for name in names))
     for batch, context in cases:
         times = {name: found.get((name, batch, context)) for name in names}
         dense = [t for name, t in times.items() if t and name.startswith("dense")]
         cells = []
         for name, t in times.items():
             ratio = f" {min(dense) / t:.2f}x" if t and dense and not name.startswith("dense") else ""
-            cells.append(f"{t:.3f} ms{ratio}" if t else "-")
+            mark = " D" if (name, batch, context) in ran_dense else ""
+            cells.append(f"{t:.3f} ms{ratio}{mark}" if t else "-")
         print(f"{batch:>6} x {context:<9}" + "".join(f"{cell:>18}" for cell in cells))
 
 
@@ -148,7 +168,10 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
             "tp": 1,
             "fill": "prefill" if arguments.prefill else "synthetic",
         }
-        if batch * (context + WARM_UP + arguments.steps + 64) > runner.max_total_num_tokens:
+        if (
+            batch * (context + WARM_UP + (1 + PIPELINES) * arguments.steps + 64)
+            > runner.max_total_num_tokens
+        ):
             print(f"{batch} x {context} does not fit into {runner.max_total_num_tokens} tokens; not run")
             continue
         row |= measure(runner, batch, context, arguments)
@@ -165,10 +188,15 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
 
 def start_runner(flags: list[str], batches: list[int]) -> Any:
     """SGLang's model runner with pools and graphs, as its own benchmark drives it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        from locks_sglang import cpu_stand_ins
+
+        cpu_stand_ins.activate()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import torch
     from sglang.benchmark import one_batch
     from sglang.srt.entrypoints.engine import _set_envs_and_config
     from sglang.srt.server_args import PortArgs, prepare_server_args
@@ -204,11 +232,12 @@ def fill_pool(runner: Any) -> None:
 
 
 def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Median step time of one case, and of its CUDA graph alone."""
+    """Median step time of one case, of steps that overlap, and of the CUDA graph alone."""
     import torch
-    from graph_timing import replay_times
+    from graph_timing import gpu_clock_mhz, replay_times
     from sglang.benchmark import one_batch
 
+    rows_before = decode_rows()
     with torch.no_grad():
         batch, extra = ready_batch(runner, batch_size, context, arguments)
         tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
@@ -222,13 +251,42 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
                 if step >= WARM_UP:
                     times.append(1e3 * (time.perf_counter() - start))
         replays = graph_times()[WARM_UP:] if torch.cuda.is_available() else []
-    return {
+        pipelined = []
+        for _ in range(PIPELINES if replays else 0):
+            one_batch.synchronize(runner.device)
+            start = time.perf_counter()
+            for _ in range(arguments.steps):
+                tokens, _ = one_batch.decode(tokens, batch, runner)
+            clock = gpu_clock_mhz()  # while the GPU is still at work
+            one_batch.synchronize(runner.device)
+            pipelined.append(1e3 * (time.perf_counter() - start) / arguments.steps)
+    measured = {
         "step_ms": round(statistics.median(times), 4),
         "step_ms_min": round(min(times), 4),
         "step_ms_max": round(max(times), 4),
         "graph_ms": round(statistics.median(replays), 4) if replays else None,
         **extra,
     }
+    if rows_before:
+        dense, sparse = (now - before for now, before in zip(decode_rows(), rows_before, strict=True))
+        measured["dense_rows_share"] = round(dense / (dense + sparse), 3)
+    if pipelined:
+        measured["pipelined_ms"] = round(statistics.median(pipelined), 4)
+        measured["pipelined_ms_min"] = round(min(pipelined), 4)
+        measured["pipelined_ms_max"] = round(max(pipelined), 4)
+        measured["sm_mhz"] = clock
+    return measured
+
+
+def decode_rows() -> tuple[int, ...]:
+    """Rows so far that attended everything, and that did not; empty without sparse decode."""
+    from locks_sglang import runtime
+
+    state = runtime.active()
+    if state is None:
+        return ()
+    totals = state.counters.totals()
+    return totals["rows_dense"], totals["rows_sparse"]
 
 
 def profile_case(

@@ -57,3 +57,15 @@ def replay_times() -> Iterator[Callable[[], list[float]]]:
         yield read
     finally:
         torch.cuda.CUDAGraph.replay = original  # type: ignore[method-assign]
+
+
+def gpu_clock_mhz() -> int | None:
+    """What the multiprocessors run at now; None where NVML (the package nvidia-ml-py) cannot tell."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        return int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+    except Exception:
+        return None

@@ -5,7 +5,8 @@
 
 Medians of CUDA-graph replays.  A graph runs the op once on each of several record sets, more
 than the L2 cache holds, on pages in random order; the time is that of the replay over the sets.
-Dense decode by FlashInfer is timed in the same run where it can be imported.
+In the same run FlashInfer's dense decode is timed where it can be imported, and the kernels of the
+paper's author where the package locks-kv can (author_runs.py; it compiles them first).
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import author_runs
 import results_file
 import torch
 from graph_timing import graph_us
+from kernel_case import PAGE, Case, row
 from locks_kernels import (
     Selection,
     Summaries,
@@ -36,36 +38,6 @@ OPS = ("score", "select", "path", "attend", "layer", "summarize", "dense")
 GEOMETRIES = {"glm4-9b-1m": (4, 8, 128), "glm4-9b": (2, 16, 128), "llama31-8b": (8, 4, 128)}
 SINGLE = (16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
 BATCHES = ((32_768, 32), (65_536, 16), (131_072, 8), (262_144, 4))
-COLD_BYTES = 300e6  # what a graph reads before it comes back to the first set: six times the L2
-MOST_SETS = 24
-PAGE = 16
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layer's decode step."""
-
-    model: str
-    kv_heads: int
-    group: int
-    head_dim: int
-    context: int
-    batch: int
-    format: str
-    budget_pages: int
-
-    @property
-    def q_heads(self) -> int:
-        return self.kv_heads * self.group
-
-    @property
-    def row_pages(self) -> int:
-        return self.context // PAGE
-
-    @property
-    def record_bytes(self) -> int:
-        layout = SummaryLayout.parse(self.format, self.head_dim, PAGE)
-        return self.batch * self.row_pages * self.kv_heads * layout.bytes_per_page
 
 
 class Inputs:
@@ -74,7 +46,7 @@ class Inputs:
     def __init__(self, case: Case, with_values: bool = False):
         self.case = case
         layout = SummaryLayout.parse(case.format, case.head_dim, PAGE)
-        self.sets = max(2, min(MOST_SETS, round(COLD_BYTES / case.record_bytes)))
+        self.sets = case.sets
         pages = case.batch * case.row_pages
         self.pool = random_records(layout, (self.sets, pages, case.kv_heads))
         shuffled = torch.randperm(pages, device="cuda")
@@ -177,37 +149,29 @@ def random_records(layout: SummaryLayout, lead: tuple[int, ...]) -> Summaries:
 
 def measure(case: Case, ops: list[str], repeats: int) -> Iterator[dict]:
     """Rows of the results file for one case."""
-    selected = case.batch * case.kv_heads * case.budget_pages
-    score_bytes = case.record_bytes + 4 * case.batch * case.q_heads * case.row_pages
-    attend_bytes = 2 * 2 * selected * PAGE * case.head_dim
-    kv_bytes = 2 * 2 * case.batch * case.context * case.kv_heads * case.head_dim
     if any(op in ops for op in ("score", "select", "path")):
         inputs = Inputs(case)
-        for op, moved in (
-            ("score", score_bytes),
-            ("select", score_bytes - case.record_bytes),
-            ("path", score_bytes),
-        ):
+        for op in ("score", "select", "path"):
             if op in ops:
                 inputs.path(0)
                 function = getattr(inputs, op)
                 calls = [partial(function, index) for index in range(inputs.sets)]
-                yield row(case, op, "cuda", moved, graph_us(calls, repeats))
+                yield row(case, op, "cuda", case.moved(op), graph_us(calls, repeats))
         del inputs
     if any(op in ops for op in ("attend", "layer", "dense")):
         inputs = Inputs(case, with_values=True)
         if "layer" in ops:
             calls = [partial(inputs.layer, index) for index in range(inputs.sets)]
-            yield row(case, "layer", "cuda", score_bytes + attend_bytes, graph_us(calls, repeats))
+            yield row(case, "layer", "cuda", case.moved("layer"), graph_us(calls, repeats))
         if "attend" in ops:
             # The workspace holds one selection at a time.
             copies = [copy_of(inputs.path(index)) for index in range(inputs.sets)]
             calls = [partial(inputs.attend, chosen) for chosen in copies]
-            yield row(case, "attend", "auto", attend_bytes, graph_us(calls, repeats))
+            yield row(case, "attend", "auto", case.moved("attend"), graph_us(calls, repeats))
         if "dense" in ops:
             dense = flashinfer_call(inputs)
             if dense is not None:
-                yield row(case, "dense", "flashinfer", kv_bytes, graph_us([dense] * 2, repeats))
+                yield row(case, "dense", "flashinfer", case.moved("dense"), graph_us([dense] * 2, repeats))
     if "summarize" in ops:
         yield from measure_summarize(case, repeats)
 
@@ -220,7 +184,7 @@ def measure_summarize(case: Case, repeats: int) -> Iterator[dict]:
     records = Summaries.allocate(layout, (1, pages, case.kv_heads), "cuda")
     slots = torch.arange(PAGE - 1, pages * PAGE, PAGE, device="cuda")
     timed = graph_us([lambda: summarize([keys], slots, records)], repeats)
-    yield row(case, "summarize", "auto", case.record_bytes + keys.nbytes, timed)
+    yield row(case, "summarize", "auto", case.moved("summarize"), timed)
 
 
 def flashinfer_call(inputs: Inputs) -> Callable[[], object] | None:
@@ -258,21 +222,6 @@ def flashinfer_call(inputs: Inputs) -> Callable[[], object] | None:
     return lambda: wrapper.run(inputs.queries, (inputs.keys, inputs.values), out=output)
 
 
-def row(case: Case, op: str, impl: str, moved: int, timed: tuple[float, float, float]) -> dict:
-    fields = {key: value for key, value in asdict(case).items() if key != "budget_pages"}
-    us, least, most = (round(value, 2) for value in timed)
-    return {
-        "op": op,
-        "impl": impl,
-        **fields,
-        "page": PAGE,
-        "us": us,
-        "us_min": least,
-        "us_max": most,
-        "bytes": moved,
-    }
-
-
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     shapes = [(context, 1) for context in SINGLE] + list(BATCHES)
     for model in arguments.models:
@@ -281,6 +230,18 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
                 wanted = not arguments.contexts or (batch == 1 and context in arguments.contexts)
                 if wanted or (arguments.batches and batch > 1):
                     yield Case(model, *GEOMETRIES[model], context, batch, name, arguments.budget // PAGE)
+
+
+def show(result: dict, rate: float) -> dict:
+    """Print a row with its floor, which is added to it."""
+    us, moved = result["us"], result["bytes"]
+    floor = result["floor_us"] = round(moved / rate * 1e-6, 2)
+    name = f"{result['op']:<10}{result['impl']:<11}{result['model']:<12}{result['format']:<7}"
+    size = f"{result['context']:>8}{result['batch']:>6}{moved / 1e6:>9.1f}"
+    ratio = us / max(floor, 1e-3)
+    note = f"  {result['note']}" if "note" in result else ""
+    print(f"{name}{size}{floor:>9.1f}{us:>9.1f}{ratio:>7.2f}{moved / us * 1e-6:>6.2f}{note}", flush=True)
+    return result
 
 
 def main() -> None:
@@ -305,16 +266,13 @@ def main() -> None:
     print(f"copy rate {rate} TB/s")
     print("op        impl       model       format  context batch       MB floor us       us  ratio  TB/s")
     rows = []
-    for case in cases(arguments):
+    chosen = list(cases(arguments))
+    for case in chosen:
         for result in measure(case, arguments.ops, arguments.repeats):
-            us, moved = result["us"], result["bytes"]
-            floor = result["floor_us"] = round(moved / rate * 1e-6, 2)
-            rows.append(result)
-            name = f"{result['op']:<10}{result['impl']:<11}{case.model:<12}{case.format:<7}"
-            size = f"{case.context:>8}{case.batch:>6}{moved / 1e6:>9.1f}"
-            ratio = us / max(floor, 1e-3)
-            print(f"{name}{size}{floor:>9.1f}{us:>9.1f}{ratio:>7.2f}{moved / us * 1e-6:>6.2f}", flush=True)
+            rows.append(show(result, rate))
         torch.cuda.empty_cache()
+    for result in author_runs.measure(chosen, arguments.ops, arguments.repeats):
+        rows.append(show(result, rate))
     if arguments.out:
         path = results_file.write(
             "kernel_floor",

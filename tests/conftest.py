@@ -23,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="folder of the demo model (default: .models/SmolLM2-135M-Instruct, made at first use)",
     )
+    parser.addoption("--slow", action="store_true", help="run what is too slow for CI, too")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        pytest.skip("slow: run with --slow (make test PYTEST_FLAGS=--slow)")
 
 
 @pytest.fixture(scope="session")

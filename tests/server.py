@@ -35,6 +35,7 @@ REQUEST_TIMEOUT_S = 300.0
 GPU_FLAGS = (
     *("--page-size", "16", "--max-total-tokens", "16384"),
     *("--cuda-graph-max-bs", "4", "--disable-prefill-cuda-graph"),
+    *("--sparse-decode-dense-below", "0"),  # the demo model's requests are all short
 )
 AS_SHIPPED = "as shipped"
 """In the place of the first flag: none of GPU_FLAGS."""
@@ -143,6 +144,16 @@ class Server:
         answer = self.post(f"/flush_cache?timeout={timeout_s}")
         if answer.status_code != 200:
             raise requests.HTTPError(answer.text, response=answer)
+
+    @contextmanager
+    def held(self, settle_s: float = 0.3) -> Iterator[None]:
+        """Requests sent meanwhile all begin at its end; those still on their way then have `settle_s`."""
+        self.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+        try:
+            yield
+            time.sleep(settle_s)
+        finally:
+            self.post("/continue_generation", {}).raise_for_status()
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """Abort the request whose body carried `rid`, or all of them."""

@@ -9,11 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import author_kernels
+import author_runs
+import kernel_case
 import pytest
 import quality_report
 import results_file
 import task_quality
 import throughput
+import torch
 from locks_sglang import cpu_stand_ins, demo_model
 from quality.recipes import RECIPES
 from serving import word_tokenizer
@@ -233,3 +237,97 @@ def test_a_task_is_asked_and_scored() -> None:
 def test_results_name_no_folder_of_the_machine() -> None:
     given = ["benchmark/x.py", "--model-path", "/models/a b", "--out", "out/c"]
     assert results_file.command(given) == "python benchmark/x.py --model-path 'a b' --out out/c"
+
+
+def test_bytes_of_the_kernel_cases_are_those_of_the_committed_results() -> None:
+    files = sorted((ROOT / "benchmark" / "results").glob("kernel_floor-*.json"))
+    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
+    assert rows
+    for row in rows:
+        fields = {
+            name: row[name]
+            for name in ("model", "kv_heads", "group", "head_dim", "context", "batch", "format")
+        }
+        assert kernel_case.Case(**fields, budget_pages=128).moved(row["op"]) == row["bytes"]
+
+
+def kernel_case_of(group: int, context: int, batch: int = 1) -> kernel_case.Case:
+    return kernel_case.Case("m", 32 // group, group, 128, context, batch, "r4i4", 128)
+
+
+def test_switches_of_the_author_kernels() -> None:
+    def names(*case: int) -> list[str]:
+        return [switches.name for _, switches in author_runs.runs([kernel_case_of(*case)])]
+
+    assert names(8, 16_384) == ["six slabs", "six slabs, maxima handed over", "records"]
+    assert names(8, 524_288) == ["six slabs", "records", "records, flat scores"]
+    assert names(8, 131_072, 8) == ["six slabs", "six slabs, maxima handed over", "records"]
+    assert names(4, 524_288) == ["six slabs", "records, any group"]
+    libraries = {switches.library: switches for switches in author_runs.SETS}
+    assert len(libraries) == 4  # sets with the same compiler flags share one
+    variables = author_runs.environment("r8i4", libraries["records"])
+    assert variables["LOCKS_RKI4_RANK"] == "8" and variables["RKI4_MMA_AOS"] == "1"
+
+
+def test_the_fastest_switches_count_for_every_op() -> None:
+    case = kernel_case_of(8, 16_384)
+    rows = [
+        kernel_case.row(case, op, "locks-kv", case.moved(op), (us, us, us), note)
+        for note, op, us in (
+            ("a", "score", 9.0),
+            ("a", "path", 20.0),
+            ("b", "score", 8.0),
+            ("b", "path", 21.0),
+        )
+    ]
+    assert [(row["op"], row["us"], row["note"]) for row in author_runs.fastest(rows)] == [
+        ("score", 8.0, "b"),
+        ("path", 20.0, "a"),
+    ]
+
+
+def test_author_kernels_that_fail_cost_a_line_and_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A process that ends in an error keeps the rows before it; every message is printed once."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        """
+import json, sys
+if sys.argv[1] == "--build":
+    sys.exit()
+case, ops = json.loads(sys.argv[1])["cases"][0], json.loads(sys.argv[1])["ops"]
+with open(sys.argv[2], "a") as events:
+    row = {key: case[key] for key in ("format", "model", "batch", "context")} | {"op": ops[0], "us": 5.0}
+    print(json.dumps({"row": row}), file=events)
+raise RuntimeError("CUDA error: an illegal memory access")
+"""
+    )
+    monkeypatch.setattr(author_runs, "WORKER", script)
+    monkeypatch.setattr(author_runs, "installed", lambda: "0")
+    cases = [kernel_case_of(8, 16_384), kernel_case_of(8, 32_768), kernel_case_of(16, 16_384)]
+    rows = list(author_runs.measure(cases, ["path", "dense"], 3))
+    assert [(row["op"], row["context"]) for row in rows] == [("path", 16_384)]
+    printed = capsys.readouterr().out
+    assert printed.count("an illegal memory access") == 1
+    assert "at most 8 query heads a KV head" in printed
+    monkeypatch.setattr(author_runs, "installed", lambda: None)
+    assert list(author_runs.measure(cases, ["path"], 3)) == []
+
+
+def test_share_of_common_pages() -> None:
+    theirs = torch.tensor([[[0, 3, 5, 9], [0, 1, 2, 9]]])
+    assert author_kernels.overlap(theirs, torch.tensor([[[0, 4, 5, 9], [0, 6, 7, 9]]])) == 5 / 8
+
+
+def test_ops_that_no_cuda_graph_takes_are_timed_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(author_kernels, "graph_us", refused)
+    monkeypatch.setattr(author_kernels, "loop_us", lambda calls, repeats: (3.0, 2.0, 4.0))
+    monkeypatch.setattr(author_kernels.torch.cuda, "synchronize", lambda: None)
+    row = author_kernels.timed_row(kernel_case_of(8, 16_384), "score", [], "locks-kv 0", 3)
+    assert (row["us"], row["us_min"], row["us_max"]) == (3.0, 2.0, 4.0)
+    reason = "operation not permitted when stream is capturing"
+    assert row["note"] == f"locks-kv 0; not capturable ({reason}); events around a loop"

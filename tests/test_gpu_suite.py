@@ -87,3 +87,10 @@ def test_a_part_is_ended_at_the_deadline(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     assert command.wait(process, time.monotonic() + 0.2) != 0
     assert process.poll() is not None
+
+
+def test_every_gpu_file_of_the_kernels_is_in_the_suite() -> None:
+    """Its tests are skipped without a GPU and would never be missed with one, were the mark forgotten."""
+    files = sorted((Path(__file__).parent / "kernels").glob("*_gpu.py"))
+    assert files
+    assert [file.name for file in files if "pytest.mark.gpu" not in file.read_text()] == []

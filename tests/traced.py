@@ -156,7 +156,9 @@ class Traced:
         return self.start(prompt, new, locks).result()
 
     def together(self, prompts: Sequence[Sequence[int]], new: int, may_end: bool = False) -> list[Run]:
-        running = [self.start(prompt, new, may_end=may_end) for prompt in prompts]
+        """Requests that begin at the same time, however fast the machine is."""
+        with self.server.held():
+            running = [self.start(prompt, new, may_end=may_end) for prompt in prompts]
         return [request.result() for request in running]
 
     def alone(self, prompt: Sequence[int], new: int, locks: Mapping[str, Any] | None = None) -> Run:

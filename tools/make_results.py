@@ -98,6 +98,26 @@ def cpu_step() -> str:
     return f"{pages.table(['variant', 'step, ms', 'spread, ms'], rows)}\n\n{origin(result)}"
 
 
+def audit_cost(machine: str) -> str:
+    """What audits take of a decode step, an interval a line."""
+    result = newest("audit_cost", machine)
+    if result is None:
+        return "Not run yet."
+    rows = [
+        [
+            f"{row['batch']} x {row['context']:,}",
+            f"{row['step_ms']:.2f}",
+            f"{1000 * row['copies_ms']:.0f}",
+            f"{row['audit_ms']:.3f}",
+            f"{row['interval']:,}",
+            f"{row['cost_percent']:.2f} %",
+        ]
+        for row in result["rows"]
+    ]
+    head = ["batch x context", "step, ms", "copies, us a step", "an audit, ms", "interval", "cost"]
+    return f"{pages.table(head, rows)}\n\n{origin(result)}"
+
+
 def gains() -> str:
     """The README's short table."""
     result = needed("decode_step")
@@ -196,6 +216,7 @@ def figures() -> None:
 PAGES: dict[Path, pages.Parts] = {
     ROOT / "docs" / "results.md": {
         "decode_step": decode_step,
+        "audit_cost": lambda: audit_cost("h200"),
         "throughput": lambda: throughput("h200"),
         "cpu_step": cpu_step,
         "cpu_throughput": lambda: throughput("cpu"),

@@ -87,7 +87,8 @@ def server_command(args: argparse.Namespace, port: int) -> list[str]:
     """The command that a user would type, with a sparse budget; every step is audited."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
     command += ["--host", LOCALHOST, "--port", str(port), "--enable-metrics"]
-    command += ["--sparse-decode", args.selector]
+    # The demo's request is short, so that a GPU would run its steps dense.
+    command += ["--sparse-decode", args.selector, "--sparse-decode-dense-below", "0"]
     if args.selector != "off":
         command += ["--sparse-decode-budget", str(args.budget)]
         # All layers: the first ones alone keep far less than the mean.

@@ -31,6 +31,7 @@ import results_file  # noqa: E402
 # What the servers load is compiled first: it takes about as long as a server takes to ask for it. Then each
 # of the others compiles what the tests of a few files load, many libraries at a time.
 FOR_SERVERS = ("-m", "locks_kernels.precompile", "--geometry", "9x3x64")
+FOR_FP8 = (*FOR_SERVERS, "--kv-dtype", "fp8_e4m3")
 PREBUILD = (
     (*FOR_SERVERS, "--host-tier"),
     ("tests/kernels/prebuild.py",),
@@ -97,9 +98,10 @@ def start(part: str, arguments: argparse.Namespace, folder: Path) -> subprocess.
         pytest.append(f"--demo-model={arguments.demo_model.resolve()}")
     script = shlex.join([*pytest, *arguments.pytest])
     if part == "kernels":
-        first, *others = (shlex.join([sys.executable, *command]) for command in (FOR_SERVERS, *PREBUILD))
+        commands = (FOR_SERVERS, FOR_FP8, *PREBUILD)
+        first, second, *others = (shlex.join([sys.executable, *command]) for command in commands)
         workers = " -n 4" if find_spec("xdist") else ""
-        script = f"{first}; {' & '.join(others)} & wait; {script}{workers}"
+        script = f"{first} & {second} & wait; {' & '.join(others)} & wait; {script}{workers}"
     path = [str(ROOT / "python"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     with (folder / f"{part}.log").open("wb") as log:
         return subprocess.Popen(

@@ -34,10 +34,11 @@ class Variant:
         raise ValueError(f"{name!r} is neither dense:BACKEND nor (locks|quest|oracle)[:FORMAT[:BACKEND]]")
 
     def flags(self, budget: int) -> list[str]:
-        """SGLang's flags for this variant with `budget` tokens attended."""
+        """SGLang's flags for this variant with `budget` tokens attended in every step, however short."""
         flags = ["--attention-backend", self.backend]
         if not self.dense:
             flags += ["--sparse-decode", self.selector, "--sparse-decode-budget", str(budget)]
+            flags += ["--sparse-decode-dense-below", "0"]
         if self.form:
             flags += ["--sparse-decode-summary", self.form]
         return flags

@@ -19,6 +19,7 @@ from . import build, cuda_attend, cuda_score, cuda_select, cuda_summarize
 from .layout import EnvelopeLayout, Envelopes, Records, Summaries, SummaryLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn}
 QUEST, ORACLE = "minmax", "none"
 DEFAULT_FORMAT = "r6h"
 
@@ -27,9 +28,13 @@ _GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 @dataclass(frozen=True)
 class Geometry:
-    """Attention of one rank; ``records`` is a format name, ``minmax`` (quest) or ``none`` (oracle).
+    """Attention of one rank.
 
-    With ``host_tier``, from a pool in host memory.
+    Attributes:
+        records: a format name, ``minmax`` (quest) or ``none`` (oracle).
+        dtype: of the queries.
+        kv_dtype: of keys and values; that of the queries where it is None.
+        host_tier: whether keys and values lie in host memory.
     """
 
     q_heads: int
@@ -38,11 +43,18 @@ class Geometry:
     page_size: int = 16
     records: str = DEFAULT_FORMAT
     dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
     host_tier: bool = False
 
     @classmethod
     def parse(
-        cls, text: str, page_size: int, records: str, dtype: torch.dtype, host_tier: bool = False
+        cls,
+        text: str,
+        page_size: int,
+        records: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        host_tier: bool = False,
     ) -> Geometry:
         """Make a geometry of ``QxKxD``: query heads, KV heads, head dimension.
 
@@ -56,7 +68,7 @@ class Geometry:
                 f"geometry {text!r}; legal: QxKxD, such as 32x8x128, with Q query heads, K KV heads and "
                 f"1 to {cuda_score.MAX_GROUP} query heads a KV head"
             )
-        return cls(q_heads, kv_heads, head_dim, page_size, records, dtype, host_tier)
+        return cls(q_heads, kv_heads, head_dim, page_size, records, dtype, kv_dtype, host_tier)
 
 
 def libraries(geometry: Geometry) -> list[build.Library]:
@@ -66,13 +78,14 @@ def libraries(geometry: Geometry) -> list[build.Library]:
         ValueError: a format, head dimension or page size that is not supported.
     """
     queries = torch.empty(1, geometry.q_heads, geometry.head_dim, dtype=geometry.dtype, device="meta")
+    kv_dtype = geometry.kv_dtype or geometry.dtype
     keys = torch.empty(
-        1, geometry.page_size, geometry.kv_heads, geometry.head_dim, dtype=geometry.dtype, device="meta"
+        1, geometry.page_size, geometry.kv_heads, geometry.head_dim, dtype=kv_dtype, device="meta"
     )
     records = _records(geometry)
     with build.naming() as named:
         if records is not None:
-            cuda_summarize.load(records, geometry.dtype)
+            cuda_summarize.load(records, kv_dtype)
         open_pages = geometry.host_tier and isinstance(records, Summaries)
         cuda_score.library(queries, keys, records, open_pages)
         cuda_select.library(geometry.q_heads // geometry.kv_heads)
@@ -100,7 +113,12 @@ def main(argv: list[str] | None = None) -> int:
             for records in arguments.format or [DEFAULT_FORMAT]
             for library in libraries(
                 Geometry.parse(
-                    text, arguments.page_size, records, DTYPES[arguments.dtype], arguments.host_tier
+                    text,
+                    arguments.page_size,
+                    records,
+                    DTYPES[arguments.dtype],
+                    KV_DTYPES[arguments.kv_dtype] if arguments.kv_dtype else None,
+                    arguments.host_tier,
                 )
             )
         }
@@ -144,6 +162,9 @@ def make_parser() -> argparse.ArgumentParser:
         choices=sorted(DTYPES),
         default="bfloat16",
         help="of queries and pool (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-dtype", choices=sorted(KV_DTYPES), help="of the pool, where it is not that of the queries"
     )
     parser.add_argument(
         "--arch", default=build.CI_ARCH, metavar="SM", help="compute capability (default: %(default)s)"

@@ -72,11 +72,18 @@ def summarize(keys: Sequence[torch.Tensor], slots: torch.Tensor, records: Record
         RP=max(16, triton.next_power_of_2(layout.rank)),
         BASIS_BITS=basis_bits(layout),
         COEFFICIENT_BITS=coefficient_bits(layout),
+        BASIS_SPAN=_span(layout.rank * head_dim, basis_bits(layout)),
+        COEFFICIENT_SPAN=_span(layout.rank * page_size, coefficient_bits(layout)),
         SCALES=layout.scale_count,
         TOLERANCE=RANK_TOLERANCE,
         num_warps=4,
         num_stages=1,
     )
+
+
+def _span(elements: int, bits: int) -> int:
+    """Words of a plane, rounded up to what Triton can range over; two 4-bit elements share a byte."""
+    return triton.next_power_of_2(elements // 2 if bits == 4 else elements)
 
 
 @triton.jit
@@ -154,6 +161,8 @@ def _summary_kernel(
     RP: tl.constexpr,
     BASIS_BITS: tl.constexpr,
     COEFFICIENT_BITS: tl.constexpr,
+    BASIS_SPAN: tl.constexpr,
+    COEFFICIENT_SPAN: tl.constexpr,
     SCALES: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):
@@ -201,13 +210,15 @@ def _summary_kernel(
             tl.store(scale_at + 1 + tokens, c_bits.to(tl.int16))
 
         if BASIS_BITS == 16:
-            _store(basis + record * (D * R), bf16_bits(v)[0], basis_elements, R * D, 16)
+            _store(basis + record * (D * R), bf16_bits(v)[0], basis_elements, R * D, BASIS_SPAN, 16)
         else:
             size: tl.constexpr = R * D * BASIS_BITS // 8
-            _store(basis + record * size, v_codes.to(tl.int32), basis_elements, R * D, BASIS_BITS)
+            at = basis + record * size
+            _store(at, v_codes.to(tl.int32), basis_elements, R * D, BASIS_SPAN, BASIS_BITS)
         c_size: tl.constexpr = R * B * COEFFICIENT_BITS // 8
-        c_codes = c_codes.to(tl.int32)
-        _store(coefficients + record * c_size, c_codes, coefficient_elements, R * B, COEFFICIENT_BITS)
+        at = coefficients + record * c_size
+        codes = c_codes.to(tl.int32)
+        _store(at, codes, coefficient_elements, R * B, COEFFICIENT_SPAN, COEFFICIENT_BITS)
 
 
 @triton.jit
@@ -274,11 +285,13 @@ def _codes(values, step, top: tl.constexpr):
 
 
 @triton.jit
-def _store(plane, codes, elements, count: tl.constexpr, BITS: tl.constexpr):
-    """Write ``codes`` (int32, column-major elements) to a plane in the layout's order."""
-    size: tl.constexpr = triton.next_power_of_2(count * BITS // 8 if BITS < 16 else count)
+def _store(plane, codes, elements, count: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """Write ``codes`` (int32, column-major elements) to a plane in the layout's order.
+
+    ``SPAN`` is :func:`_span` of the plane.
+    """
     flat = tl.reshape(codes, [codes.shape[0] * codes.shape[1]])
-    at = tl.arange(0, size)
+    at = tl.arange(0, SPAN)
     if BITS == 4:
         mask = at < count // 2
         low = tl.gather(flat, tl.load(elements + 2 * at, mask=mask, other=0), 0)

@@ -73,6 +73,9 @@ class Audit:
         summaries: the keys of every layer.
         geometry: shape of the attention.
         observe: called with (layer, mean mass over the heads) for every audited row.
+
+    Attributes:
+        launched: audits so far, whether their results have arrived or not.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Audit:
         self._page_size = summaries.page_size
         self._observe = observe
         self._steps = 0
+        self.launched = 0
         self._pending: deque[_Result] = deque()
         self._free: list[torch.Tensor] = []
         device = self._keys[0].device
@@ -138,7 +142,8 @@ class Audit:
             self._mass(taps[layer], layer, one, table, lengths)
 
     def _measure(self, step: StepTables, taps: dict[int, LayerTap], rows: int) -> None:
-        turn = self._steps // self._interval - 1
+        turn = self.launched
+        self.launched += 1
         layer = self._layers[turn % len(self._layers)]
         # Other rows each time all layers have had their turn.
         first = turn // len(self._layers) % -(-rows // AUDITED_ROWS) * AUDITED_ROWS

@@ -46,8 +46,9 @@ def make_sparse_class(base: type) -> type:
             self.locks.begin_step(forward_batch)
 
         def _plans_itself(self, forward_batch: Any) -> bool:
-            """A decode step without dense layers never runs the backend's own decode kernel."""
-            return bool(self.locks.dense_layers) or not forward_batch.forward_mode.is_decode()
+            """A decode step never runs the backend's own kernel, unless it or a layer is dense."""
+            dense = self.locks.dense_steps.begin(forward_batch) or bool(self.locks.dense_layers)
+            return dense or not forward_batch.forward_mode.is_decode()
 
         def forward_decode(
             self,
@@ -59,7 +60,7 @@ def make_sparse_class(base: type) -> type:
             save_kv_cache: bool = True,
             **kwargs: Any,
         ) -> Any:
-            if layer.layer_id in self.locks.dense_layers:
+            if self.locks.dense_steps.now or layer.layer_id in self.locks.dense_layers:
                 return super().forward_decode(
                     q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
                 )
@@ -142,7 +143,8 @@ def _write_kv(backend: Any, layer: Any, forward_batch: Any, k: Any, v: Any) -> N
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     location = KVWriteLoc(forward_batch.out_cache_loc, None)
-    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+    # The pool divides by the scales only where its type is not that of k and v.
+    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
 
 
 def why_dense(layer: Any) -> str | None:

@@ -37,7 +37,10 @@ _METHODS = (
 _FIELDS = (
     (
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-        ("forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc", "rids", "batch_size"),
+        (
+            *("forward_mode", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "rids"),
+            "batch_size",
+        ),
     ),
     ("sglang.srt.entrypoints.engine.Engine", ("server_args_class",)),
     ("sglang.srt.entrypoints.engine.SchedulerInitResult", ("scheduler_infos",)),
@@ -54,6 +57,7 @@ _ASSIGNED = (
         (
             *("layer_id", "tp_q_head_num", "head_dim", "v_head_dim", "scaling", "sliding_window_size"),
             *("logit_cap", "is_cross_attention", "use_irope", "attn_type", "xai_temperature_len"),
+            *("k_scale", "v_scale", "k_scale_float", "v_scale_float"),
         ),
     ),
 )

@@ -62,6 +62,15 @@ class LocksConfig:
         type=int,
         metavar="TOKENS",
     )
+    dense_below: int | None = _option(
+        None,
+        "Decode steps whose requests hold fewer tokens than this, all together, run SGLang's own dense "
+        "attention, which then is the faster one; 0 is never, so that what a request attends does not "
+        "depend on its neighbours. Default: on a GPU, the tokens of 112 MiB of keys and values a layer "
+        "(57344 at 2 KiB a token); elsewhere, and with a trace or another selector than locks, 0.",
+        type=int,
+        metavar="TOKENS",
+    )
     attend: str = _option(
         "auto",
         "Kernel that attends the selected pages: 'native', ours; 'flashinfer', FlashInfer's paged decode; "
@@ -158,6 +167,11 @@ class LocksConfig:
                 "--sparse-decode-attend flashinfer reads one pool; legal with --sparse-decode-kv-tier "
                 "host: auto, native"
             )
+        if self.kv_tier == "host" and self.dense_below:
+            raise LocksError(
+                f"--sparse-decode-dense-below is {self.dense_below}; legal with --sparse-decode-kv-tier "
+                "host: 0, since a dense step would read all keys from host memory"
+            )
         if self.hot_gib is not None and self.hot_gib < 0:
             raise LocksError(f"--sparse-decode-hot-gib is {self.hot_gib}; legal: 0 or more")
         if self.host_gib is not None and self.host_gib <= 0:
@@ -172,9 +186,14 @@ class LocksConfig:
                 f"--sparse-decode-max-budget is {self.largest_budget}; legal: at least the budget "
                 f"({self.budget})"
             )
-        for name in ("min_len", "audit_interval"):
-            if getattr(self, name) < 0:
+        for name in ("min_len", "dense_below", "audit_interval"):
+            if (getattr(self, name) or 0) < 0:
                 raise LocksError(f"{flag_name(name)} is {getattr(self, name)}; legal: 0 or more")
+        if self.trace_file and self.dense_below:
+            raise LocksError(
+                f"--sparse-decode-dense-below is {self.dense_below}; legal with "
+                "--sparse-decode-trace-file: 0, since a dense step selects nothing that could be written"
+            )
         if self.audit_layers < 1:
             raise LocksError(f"{flag_name('audit_layers')} is {self.audit_layers}; legal: 1 or more")
 

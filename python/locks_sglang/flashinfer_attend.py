@@ -175,11 +175,12 @@ class FlashInferAttention:
         values: torch.Tensor,
         selection: Selection,
         sm_scale: float,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         """Attention of ``queries [rows, q_heads, d]`` over the selection of one layer; same shape.
 
-        ``keys`` and ``values`` are page views; :meth:`prepare` has run for these rows.  Can be
-        captured in a CUDA graph.
+        ``keys`` and ``values`` are page views, the scales those of ``locks_kernels.attend``;
+        :meth:`prepare` has run for these rows.  Can be captured in a CUDA graph.
         """
         rows, q_heads, head_dim = queries.shape
         kv_heads, size = self._geometry.kv_heads, bucket(rows)
@@ -196,6 +197,7 @@ class FlashInferAttention:
             (head_pages(keys), head_pages(values)),
             # The plan's own scale is 1.
             q_scale=sm_scale,
+            v_scale=None if v_scale == 1.0 else v_scale,
         )
         return output.view(size, q_heads, head_dim)[:rows]
 

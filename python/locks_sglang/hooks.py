@@ -40,6 +40,7 @@ class Hook:
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _PARENT = "locks_sglang.parent_hooks"
 _SCHEDULER = "locks_sglang.scheduler_hooks"
 
@@ -145,6 +146,26 @@ HOOKS = (
         ("model_runner", "backend_str", "init_new_workspace"),
         "sparse decode over the user's attention backend",
         "decode",
+    ),
+    Hook(
+        f"{_GRAPHS}.capture_one_shape",
+        "around",
+        f"{_SCHEDULER}:capture_one_shape",
+        "scheduler",
+        "method",
+        ("self", "size", "forward", "stream_idx", "variant_label"),
+        "a dense graph beside each sparse one",
+        "init_cuda_graph_state",
+    ),
+    Hook(
+        f"{_GRAPHS}._resolve_lora_variant",
+        "after",
+        f"{_SCHEDULER}:resolve_graph_variant",
+        "scheduler",
+        "method",
+        ("self", "forward_batch"),
+        "the graph that a step replays",
+        "init_forward_metadata",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",

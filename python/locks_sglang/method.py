@@ -86,7 +86,7 @@ class LocksMethod(SparseDecodeMethod):
         from .scheduler_hooks import create_state
 
         super().init_state(model_runner)
-        self._state: SparseDecode = create_state(model_runner)
+        self._state: SparseDecode = create_state(model_runner, dense_graphs=False)
 
     def init_attention_backend(self, attn_backend: Any) -> None:
         from .backend import adapt

@@ -214,9 +214,9 @@ REFUSALS = (
     Refusal(
         "--kv-cache-dtype",
         "kv_cache_dtype",
-        lambda value: value not in ("auto", "bfloat16", "bf16", "float16"),
-        "auto, bfloat16, float16",
-        "summaries of quantised keys are not proven yet",
+        lambda value: value not in ("auto", "bfloat16", "bf16", "float16", "fp8_e4m3"),
+        "auto, bfloat16, float16, fp8_e4m3",
+        "the kernels do not read KV of this format",
     ),
     Refusal(
         "--tokenizer-worker-num",

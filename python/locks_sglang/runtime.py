@@ -15,6 +15,7 @@ from . import memory
 from .audit import Audit, spread
 from .buffers import EAGER_ROWS, Geometry, StepBuffers, TapPlan
 from .config import LocksConfig
+from .dense_steps import DenseSteps
 from .flashinfer_attend import FlashInferAttention
 from .policy import PolicyTable
 from .summaries import SummaryPool, bytes_per_token
@@ -26,6 +27,8 @@ from .tier.staging import PrefillStaging
 from .trace import Trace
 
 logger = logging.getLogger(__name__)
+
+EVERY_LENGTH = 2**31 - 1
 
 
 class SparseDecode:
@@ -58,6 +61,7 @@ class SparseDecode:
         self.policy = PolicyTable(config, self._token_table.shape[0], self.device)
         self.counters = Counters(self.device)
         self.dense_layers: dict[int, str] = {}
+        self.dense_steps = DenseSteps()
         self.sparse_layers: list[int] = []
         self.geometry = Geometry.of(
             tokens=self._token_table.shape[1],
@@ -137,8 +141,10 @@ class SparseDecode:
             step,
             self.counters.step,
             page_size=self.config.page_size,
-            min_len=self.config.min_len,
+            min_len=EVERY_LENGTH if self.dense_steps.now else self.config.min_len,
         )
+        if self.dense_steps.now:
+            return
         if self._flashinfer is not None and len(step.seq_lens) <= self._rows_at_a_time:
             self._flashinfer.prepare(step)
         if self.tier is not None:
@@ -266,6 +272,8 @@ class SparseDecode:
         # Other selectors read the current page from the host pool.
         if self.tier is not None and isinstance(records, Summaries):
             scored, open_pages = self.tier.open_keys(index, rows)
+        k_scale, v_scale = self.summaries.scales_of(layer)
+        sm_scale = layer.scaling * k_scale
         selection = score_select(
             queries,
             scored,
@@ -273,7 +281,7 @@ class SparseDecode:
             step.page_table,
             step.seq_lens,
             step.budgets,
-            layer.scaling,
+            sm_scale,
             width=self.geometry.width,
             open_pages=open_pages,
             workspace=self._workspace,
@@ -282,9 +290,9 @@ class SparseDecode:
         )
         tap = self._taps.get(index) if self._taps else None
         if tap is not None:
-            tap.record(queries, selection, layer.scaling, first_row)
+            tap.record(queries, selection, sm_scale, first_row)
         if self._flashinfer is not None:
-            return self._flashinfer.attend(queries, keys, values, selection, layer.scaling)
+            return self._flashinfer.attend(queries, keys, values, selection, sm_scale, v_scale)
         if self.tier is not None:
             selection = self.tier.resolve(index, selection, rows)
         output, _ = attend(
@@ -294,7 +302,8 @@ class SparseDecode:
             selection,
             step.page_table,
             step.seq_lens,
-            layer.scaling,
+            sm_scale,
+            v_scale,
             # Only straight after score_select may the kernel begin before it has ended.
             budgets=step.budgets if tap is None and self.tier is None else None,
             hot=self.tier.hot if self.tier is not None else None,
@@ -317,7 +326,7 @@ class SparseDecode:
 
         Never in a CUDA graph, and before the next forward is launched: see ``audit``.
         """
-        if not self._taps:
+        if not self._taps or self.dense_steps.now:
             return
         assert self._step is not None
         rids = forward_batch.rids
@@ -327,6 +336,11 @@ class SparseDecode:
             self._audit.after_step(self._step, self._taps, rows)
         if self._trace is not None:
             self._trace.after_step(self._step, self._taps, rows, rids)
+
+    @property
+    def audits_launched(self) -> int:
+        """Decode steps that were audited, whether the results have arrived or not."""
+        return self._audit.launched if self._audit is not None else 0
 
     def status(self) -> dict[str, Any]:
         """What ``/server_info`` shows: :meth:`describe` and the counters, with every finished audit."""
@@ -355,6 +369,7 @@ class SparseDecode:
             "budget": self.config.budget,
             "max_budget": self.config.largest_budget,
             "min_len": self.config.min_len,
+            "dense_below": self.dense_steps.below,
             "page_size": self.config.page_size,
             "bytes_per_token": bytes_per_token(self.config, self.summaries.head_dim, kv_heads, layers),
             "summary_bytes": self.summaries.nbytes,
@@ -374,7 +389,7 @@ class SparseDecode:
         logger.info(
             "Sparse decode on: selector %s, record format %s, budget %d tokens, page %d; summaries "
             "%d bytes a token, %.3f GiB beside %.3f GiB of KV for %d tokens, %.3f GiB for decode steps; "
-            "%d layers sparse, %d dense%s",
+            "%d layers sparse, %d dense%s%s",
             status["selector"],
             status["format"],
             status["budget"],
@@ -387,6 +402,7 @@ class SparseDecode:
             status["sparse_layers"],
             len(self.dense_layers),
             "".join(f"; layer {layer}: {why}" for layer, why in self.dense_layers.items()),
+            f"; steps of fewer than {below} tokens run dense" if (below := self.dense_steps.below) else "",
         )
         if self._trace is not None:
             logger.warning("Sparse decode writes a trace to %s", self._trace.path.resolve())

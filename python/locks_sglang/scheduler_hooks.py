@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from . import memory, runtime
+from . import dense_steps, memory, runtime
 from .activation import config_of, inherited_config
 from .backend import upgrade, why_dense, why_owner_is_dense
 from .buffers import EAGER_ROWS, Geometry
@@ -16,15 +17,15 @@ from .config import LocksConfig, LocksError
 from .model_checks import check_model
 from .refusals import check_server_args
 from .runtime import SparseDecode
-from .summaries import bytes_per_page, bytes_per_token
+from .summaries import FP8, bytes_per_page, bytes_per_token
 from .telemetry import PrometheusMetrics
 from .tier import capacity
 from .tier.decode import HostTier
 
 logger = logging.getLogger(__name__)
 
-POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-GPU_DTYPES = (torch.bfloat16, torch.float16)
+POOL_DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
+GPU_DTYPES = (torch.bfloat16, torch.float16, FP8)
 STAGED_BESIDE = 16384
 """Tokens of other requests that a prefill on the GPU has room for beside the longest context."""
 
@@ -143,9 +144,17 @@ def init_post_memory_pool_components(_: None, model_runner: Any) -> None:
     model_runner.capture_tail_hooks.append(_build_in_graph)
 
 
-def create_state(model_runner: Any) -> SparseDecode:
-    """Allocate the state beside the KV pool, after the last checks of what was resolved."""
+def create_state(model_runner: Any, dense_graphs: bool = True) -> SparseDecode:
+    """Allocate the state beside the KV pool, after the last checks of what was resolved.
+
+    Without ``dense_graphs`` this SGLang cannot keep a dense graph beside each sparse one.
+    """
     config = config_of(model_runner.server_args)
+    if config.dense_below and not dense_graphs:
+        raise LocksError(
+            f"--sparse-decode-dense-below is {config.dense_below}; legal on an SGLang with patches/ "
+            "applied: 0"
+        )
     if config != inherited_config():
         raise LocksError("this scheduler did not get the sparse-decode options of its server")
     check_server_args(model_runner.server_args, config)
@@ -165,6 +174,7 @@ def create_state(model_runner: Any) -> SparseDecode:
     if config.kv_tier == "host":
         state.tier = _host_tier(state, model_runner)
     _sort_layers(state, model_runner.model)
+    _check_scales(state, model_runner.model)
     charged = bytes_per_token(config, state.summaries.head_dim, state.summaries.kv_heads, pool.layer_num)
     pages = state.summaries.keys[0].shape[0]
     if state.summaries.nbytes > charged * config.page_size * pages:
@@ -172,6 +182,10 @@ def create_state(model_runner: Any) -> SparseDecode:
             f"summaries take {state.summaries.nbytes} bytes, but only "
             f"{charged * config.page_size * pages} were charged to the KV pool"
         )
+    kv_heads, head_dim = state.summaries.keys[0].shape[2:]
+    item_bytes = state.summaries.keys[0].element_size()
+    on_gpu = dense_graphs and state.device.type != "cpu"
+    state.dense_steps.below = dense_steps.below(config, kv_heads, head_dim, item_bytes, on_gpu)
     runtime.activate(state)
     kv_bytes = sum(k.nbytes + v.nbytes for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True))
     state.log_start(kv_bytes, pool.size)
@@ -208,11 +222,16 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
             f"--sparse-decode does not work with a KV pool of {pool.dtype} (resolved from --kv-cache-dtype "
             f"or the model's config); legal: {', '.join(map(str, dtypes))}"
         )
+    if pool.dtype == FP8 and config.kv_tier == "host":
+        raise LocksError(
+            "--kv-cache-dtype fp8_e4m3 does not work with --sparse-decode-kv-tier host yet; legal: auto, "
+            "bfloat16, float16"
+        )
     queries = model_runner.model_config.dtype
-    if on_gpu and pool.dtype != queries:
+    if on_gpu and pool.dtype not in (queries, FP8):
         raise LocksError(
             f"--kv-cache-dtype gives a KV pool of {pool.dtype}, but the model computes in {queries}; legal "
-            "with --sparse-decode on a GPU: auto, which takes the model's"
+            "with --sparse-decode on a GPU: auto, which takes the model's, or fp8_e4m3"
         )
     if on_gpu and config.selector == "locks" and config.summary.endswith("bf16"):
         raise LocksError(
@@ -263,6 +282,24 @@ def _sort_layers(state: SparseDecode, model: Any) -> None:
     state.set_layers(sparse, dense)
 
 
+def _check_scales(state: SparseDecode, model: Any) -> None:
+    """On a CPU the backend writes an fp8 pool without the scales that a checkpoint brings."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    if state.device.type != "cpu":
+        return
+    for module in model.modules():
+        if not isinstance(module, RadixAttention):
+            continue
+        scales = state.summaries.scales_of(module)
+        if scales != (1.0, 1.0):
+            raise LocksError(
+                f"layer {module.layer_id} of this model brings fp8 KV scales {scales}, which SGLang's "
+                "torch_native backend does not apply; legal with --sparse-decode on a CPU: "
+                "--kv-cache-dtype bfloat16"
+            )
+
+
 def build_attention_backend(result: Any, *, model_runner: Any, **_: Any) -> None:
     """Upgrade the user's attention backend in place."""
     if model_runner.is_draft_worker:
@@ -271,6 +308,37 @@ def build_attention_backend(result: Any, *, model_runner: Any, **_: Any) -> None
     if state is None:
         raise LocksError("the attention backend was built before the KV pool; sparse decode cannot start")
     upgrade(result, state)
+
+
+def capture_one_shape(
+    original: Callable,
+    graph_runner: Any,
+    size: int,
+    forward: Callable,
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Capture a second, dense graph for the batch size; see ``dense_steps``."""
+    state = runtime.active()
+    if state is None or graph_runner.model_runner.is_draft_worker:
+        return original(graph_runner, size, forward, stream_idx, variant_label, *args, **kwargs)
+    steps = state.dense_steps
+    for dense in (False, True) if steps.below else (False,):
+        with steps.capture(dense):
+            steps.now = dense
+            label = steps.label(variant_label)
+            result = original(graph_runner, size, forward, stream_idx, label, *args, **kwargs)
+    return result
+
+
+def resolve_graph_variant(result: str | None, graph_runner: Any, *_: Any) -> str | None:
+    """Name the kind of graph that this step replays; its metadata have been prepared."""
+    state = runtime.active()
+    if state is None or graph_runner.model_runner.is_draft_worker:
+        return result
+    return state.dense_steps.label(result)
 
 
 def _build_in_graph(runner: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:

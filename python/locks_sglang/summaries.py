@@ -23,6 +23,9 @@ from locks_kernels import (
 
 from .config import LocksConfig
 
+FP8 = torch.float8_e4m3fn
+"""The one quantised type of a KV pool that is read here; its scales are the layers'."""
+
 
 def layout_of(config: LocksConfig, head_dim: int) -> SummaryLayout | EnvelopeLayout | None:
     """Record format of the selector; None where it needs no records."""
@@ -68,6 +71,17 @@ class SummaryPool:
             self.records = Summaries.allocate(self.layout, lead, device)
         elif isinstance(self.layout, EnvelopeLayout):
             self.records = Envelopes.allocate(self.layout, lead, device)
+
+    def scales_of(self, layer: Any) -> tuple[float, float]:
+        """What the stored keys and the stored values of an SGLang layer are to be multiplied by.
+
+        SGLang divides by the scales of the checkpoint when it writes to an fp8 pool, and only then.
+        Records are made of the stored keys; a scale common to all keys goes into the softmax scale.
+        """
+        if self.keys[0].dtype != FP8:
+            return 1.0, 1.0
+        k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
+        return 1.0 if k_scale is None else k_scale, 1.0 if v_scale is None else v_scale
 
     @property
     def nbytes(self) -> int:

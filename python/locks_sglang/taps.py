@@ -20,7 +20,7 @@ class LayerTap:
         logical: int32 ``[rows, kv_heads, width]``, as in :class:`locks_kernels.Selection`.
         counts: int32 ``[rows]``.
         queries: ``[rows, q_heads, head_dim]`` after RoPE, None where only the selection is kept.
-        sm_scale: softmax scale of the layer.
+        sm_scale: softmax scale of the layer, times its K scale where the pool is fp8.
     """
 
     logical: torch.Tensor

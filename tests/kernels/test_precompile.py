@@ -45,6 +45,13 @@ def test_libraries_of_a_host_tier() -> None:
     assert extra == [set(), {"OPEN_PAGES=1"}, set(), {"HOT=1"}]
 
 
+def test_libraries_of_an_fp8_pool() -> None:
+    geometry = precompile.Geometry.parse("32x8x128", 16, "r6h", torch.float16, torch.float8_e4m3fn)
+    summarize_, score, _, attend_ = (dict(constants) for _, constants in precompile.libraries(geometry))
+    assert summarize_["KEY_TYPE"] == attend_["KV_TYPE"] == 3
+    assert (score["KEY_FP8"], score["QUERY_HALF"], attend_["Q_TYPE"]) == (1, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("records", "names"),
     [
@@ -75,6 +82,11 @@ def test_command_line(compiled: list[tuple[str, str]], capsys: pytest.CaptureFix
     assert names == ["attend", "score", "score", "select", "select", "summarize", "summarize"]
     assert {arch for _, arch in compiled} == {"100a"}
     assert "7 libraries for sm_100a" in capsys.readouterr().out
+
+
+def test_command_line_of_an_fp8_pool(compiled: list[tuple[str, str]]) -> None:
+    assert precompile.main(["--geometry", "32x8x128", "--kv-dtype", "fp8_e4m3"]) == 0
+    assert any("KV_TYPE=3" in label for label, _ in compiled)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from locks_kernels import (
 )
 from locks_kernels.hot_cache import COUNTERS, HotCache
 
-pytestmark = gpu
+pytestmark = [pytest.mark.gpu, gpu]
 LAYERS, PAGES, HEADS, PAGE, DIM, GROUP = 3, 900, 4, 16, 128, 8
 ROWS, WIDTH = 3, 130
 

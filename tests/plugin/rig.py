@@ -15,7 +15,11 @@ SCALE = HEAD_DIM**-0.5
 
 
 class Rig:
-    """Requests 1, 2, ... of ``lengths`` tokens on scattered pages of a pool of ``layers`` layers."""
+    """Requests 1, 2, ... of ``lengths`` tokens on scattered pages of a pool of ``layers`` layers.
+
+    ``dtype`` is that of the queries and, without ``pool_dtype``, of the pool; ``scales`` are those of an
+    fp8 pool's keys and values.
+    """
 
     def __init__(
         self,
@@ -27,6 +31,8 @@ class Rig:
         kv_heads: int = 2,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        pool_dtype: torch.dtype | None = None,
+        scales: tuple[float, float] | None = None,
         context: int | None = None,
         seed: int = 0,
         graph_rows: int = 0,
@@ -39,8 +45,9 @@ class Rig:
         context = context or max(lengths) + 4 * PAGE
         pages = len(lengths) * (-(-context // PAGE)) + 1
         shape = (pages * PAGE, kv_heads, HEAD_DIM)
-        self.keys = [self.noise(*shape) for _ in range(layers)]
-        self.values = [self.noise(*shape) for _ in range(layers)]
+        self.keys = [self.noise(*shape).to(pool_dtype or dtype) for _ in range(layers)]
+        self.values = [self.noise(*shape).to(pool_dtype or dtype) for _ in range(layers)]
+        self.scales = scales
         order = torch.randperm(pages - 1, generator=self.generator) + 1
         slots = (order.view(len(lengths), -1, 1) * PAGE + torch.arange(PAGE)).flatten(1)
         self.token_table = torch.zeros(len(lengths) + 1, slots.shape[1], dtype=torch.int32)
@@ -86,7 +93,8 @@ class Rig:
         )
 
     def layer(self, index: int) -> Any:
-        return SimpleNamespace(layer_id=index, scaling=SCALE)
+        k_scale, v_scale = self.scales or (None, None)
+        return SimpleNamespace(layer_id=index, scaling=SCALE, k_scale_float=k_scale, v_scale_float=v_scale)
 
     def run_layers(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
@@ -114,7 +122,8 @@ class Rig:
         """Attention over the tokens of ``pages`` of each KV head, float64 ``[q_heads, d]``, and the share
         of the exact attention mass that these tokens hold, averaged over the query heads."""
         slots = self.token_table[row + 1, :length].long()
-        keys, values = (pool[layer][slots].double().cpu() for pool in (self.keys, self.values))
+        stored = (pool[layer].double()[slots].cpu() for pool in (self.keys, self.values))
+        keys, values = (part * scale for part, scale in zip(stored, self.scales or (1.0, 1.0), strict=True))
         group = self.q_heads // self.kv_heads
         outputs, masses = [], []
         for head, vector in enumerate(query.double().cpu()):

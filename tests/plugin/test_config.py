@@ -150,7 +150,7 @@ def fake_runner(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
 def test_supported_pool(dtype: torch.dtype) -> None:
     runner = fake_runner(dtype=dtype)
     scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
@@ -167,8 +167,8 @@ def test_supported_pool(dtype: torch.dtype) -> None:
         ({"allocator": "PageInterleavePoolAllocator"}, "legal: PagedTokenToKVPoolAllocator"),
         ({"requests": "HybridReqToTokenPool"}, "legal: ReqToTokenPool"),
         (
-            {"dtype": torch.float8_e4m3fn},
-            "torch.float8_e4m3fn.*legal: torch.bfloat16, torch.float16",
+            {"dtype": torch.float8_e5m2},
+            "torch.float8_e5m2.*legal: torch.bfloat16, torch.float16, torch.float8_e4m3fn",
         ),
         ({"page_size": 32}, "page size 32, sparse decode with 16"),
         ({"shape": (5, 2, 16, 64)}, "NHD order.*unset SGLANG_USE_HND_KVCACHE"),
@@ -188,7 +188,7 @@ def test_what_the_gpu_kernels_do_not_take() -> None:
     runner = fake_runner(dtype=torch.float16, device="cuda:0")
     runner.model_config.dtype = torch.bfloat16
     with pytest.raises(
-        LocksError, match=r"KV pool of torch.float16, but .* in torch.bfloat16; legal .*: auto"
+        LocksError, match=r"KV pool of torch.float16, but .* in torch.bfloat16; legal .*: auto, .*fp8_e4m3"
     ):
         scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
     runner.token_to_kv_pool.device = "cpu"
@@ -201,7 +201,9 @@ def test_what_the_gpu_kernels_do_not_take() -> None:
         scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, comparison)
     scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, replace(comparison, selector="oracle"))
     runner = fake_runner(dtype=torch.float32, device="cuda:0")
-    with pytest.raises(LocksError, match=r"torch.float32 .*legal: torch.bfloat16, torch.float16$"):
+    with pytest.raises(
+        LocksError, match=r"torch.float32 .*legal: torch.bfloat16, torch.float16, torch.float8_e4m3fn$"
+    ):
         scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, LOCKS)
     runner = fake_runner(dtype=torch.bfloat16)
     scheduler_hooks._check_pool(runner.token_to_kv_pool, runner, comparison)

@@ -102,6 +102,23 @@ def test_flashinfer_in_a_graph(rows: int, tmp_path: Path) -> None:
     assert worst <= 1e-2
 
 
+@pytest.mark.parametrize("attend", ["native", pytest.param("flashinfer", marks=needs_flashinfer)])
+def test_an_fp8_pool_in_a_graph(attend: str, tmp_path: Path) -> None:
+    """Stored keys and values times scales, from scores to outputs."""
+    config = replace(CONFIG, attend=attend, trace_file=str(tmp_path / "trace"))
+    rig = make_rig(config, pool_dtype=torch.float8_e4m3fn, scales=(0.25, 3.0))
+    captured = Captured(rig, 8)
+    for lengths in batches():
+        queries = rig.queries(len(lengths))
+        captured.replay(lengths, queries)
+        for layer in range(rig.layers):
+            for row, length in enumerate(lengths):
+                pages = rig.chosen(layer, row)
+                expected, _ = rig.attention(layer, row, length, queries[layer][row], pages)
+                found = captured.outputs[layer][row].double().cpu()
+                torch.testing.assert_close(found, expected, atol=3e-2, rtol=1e-2)
+
+
 @needs_flashinfer
 def test_flashinfer_with_several_graphs_and_eager_batches(tmp_path: Path) -> None:
     """Graphs of other sizes share the buffers, so each replay must bring its own pointers."""

@@ -21,6 +21,7 @@ CHOSEN = {
     "budget": 512,
     "max_budget": 1024,
     "min_len": 96,
+    "dense_below": 0,
     "attend": "native",
     "kv_tier": "host",
     "host_gib": 2.5,

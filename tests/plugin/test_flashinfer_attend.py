@@ -38,7 +38,11 @@ class PagedDecode:
         self.planned = options | {"lengths": indptr.diff()}
 
     def run(
-        self, queries: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], q_scale: float
+        self,
+        queries: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        q_scale: float,
+        v_scale: float | None,
     ) -> torch.Tensor:
         keys, values = pools
         options = self.planned
@@ -57,7 +61,7 @@ class PagedDecode:
             k, v = (pool[listed, :, 0].flatten(0, 1)[:tokens].float() for pool in (keys, values))
             weights = (queries[row].float() @ k.T * options["sm_scale"] * q_scale).softmax(-1)
             out[row] = (weights @ v).to(out.dtype)
-        return out
+        return out if v_scale is None else out * v_scale
 
 
 def with_emulation(rig: Rig, max_rows: int) -> FlashInferAttention:

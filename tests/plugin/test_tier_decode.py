@@ -43,6 +43,7 @@ def test_any_hot_size_gives_the_bits_of_a_resident_pool(tiles: int) -> None:
 def test_sizes_that_are_refused() -> None:
     for wrong, said in (
         ({"kv_tier": "disk"}, "legal: gpu, host"),
+        ({"kv_tier": "host", "dense_below": 99}, "dense-below is 99; legal with .* host: 0"),
         ({"hot_gib": -1.0}, "legal: 0 or more"),
         ({"host_gib": 0.0}, "host-gib is 0.0; legal: more than 0"),
         (

@@ -38,7 +38,7 @@ HOST_FLAGS = (
 # Tests that show on a GPU what they show on a CPU; those of files *_gpu.py run on a GPU alone.
 ALSO_ON_GPU = (
     *("exact_budget", "exact_reuse", "exact_batches", "exact_selection", "across_devices"),
-    *("chunked_prefill", "per_request", "observed", "tensor_parallel", "host_tier"),
+    *("chunked_prefill", "per_request", "observed", "tensor_parallel", "fp8_kv", "host_tier"),
 )
 
 # Importing it takes as long as a server takes to do so, and only servers need it.

@@ -44,7 +44,7 @@ def test_retracted_and_resumed(locks: Traced, words: list[int]) -> None:
     """
     prompts = [words[start : start + 190] for start in (50, 350, 450, 700, 750, 900)]
     new = 24
-    for _ in range(5):  # on a busy machine the first may have ended before the last one comes
+    for _ in range(5):  # on a busy machine one may come too late to meet the others
         locks.server.flush_cache()
         before = retractions(locks)
         # From 0.5.23 on SGLang keeps room for the whole answer of a request that cannot end sooner.

@@ -41,6 +41,7 @@ def test_server_info(locks: Traced) -> None:
         "budget": BUDGET,
         "max_budget": 4 * BUDGET,
         "min_len": 0,
+        "dense_below": 0,
         "page_size": PAGE,
         "bytes_per_token": BYTES_PER_TOKEN,
         "sparse_layers": 30,

@@ -1,4 +1,4 @@
-"""Compile the tier's Triton kernels for a GPU that is not there: ``python compile_tier.py``.
+"""Compile the Triton kernels for a GPU that is not there: ``python compile_triton.py``.
 
 The ops run on CPU tensors, with a launch replaced by a compilation for sm_90; so the signatures are those
 that the ops really pass. Needs a process without Triton's interpreter. Prints a line a kernel.
@@ -10,7 +10,19 @@ from typing import Any
 
 import torch
 import triton
-from locks_kernels import Selection, Summaries, SummaryLayout, attend, page_view, score, tier
+from locks_kernels import (
+    EnvelopeLayout,
+    Envelopes,
+    Selection,
+    Summaries,
+    SummaryLayout,
+    attend,
+    page_view,
+    score,
+    select,
+    summarize,
+    tier,
+)
 from locks_kernels.hot_cache import HotCache
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,8 +43,25 @@ def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **
     print(kernel.fn.__name__, len(done.asm["cubin"]))
 
 
-def main() -> None:
-    JITFunction.run = compile_instead
+def resident() -> None:
+    """The ops of a decode step, and the builder for one format of each kind."""
+    rows, heads, group, pages, page, dim = 2, 4, 8, 9, 16, 64
+    pool = [page_view(torch.zeros(pages * page, heads, dim).bfloat16(), page) for _ in range(2)]
+    table = torch.zeros(rows, 4, dtype=torch.int32)
+    lengths = torch.full((rows,), 17)
+    budgets = torch.full((rows,), 2, dtype=torch.int32)
+    queries = torch.zeros(rows, heads * group, dim).bfloat16()
+    formats = [SummaryLayout.parse(name, dim, page) for name in ("r4i4", "r2bf16", "r6h")]
+    for layout in (*formats, EnvelopeLayout(dim, page)):
+        kind = Envelopes if isinstance(layout, EnvelopeLayout) else Summaries
+        records = kind.allocate(layout, (2, pages, heads))
+        summarize(pool, torch.arange(3), records, impl="triton")
+        scores = score(queries, pool[0], records.layer(0), table, lengths, 0.1, impl="triton")
+    chosen = select(scores, table, lengths, budgets, kv_heads=heads, page_size=page, width=2, impl="triton")
+    attend(queries, pool[0], pool[0], chosen, table, lengths, 0.1, impl="triton")
+
+
+def tier_of_host_memory() -> None:
     rows, heads, width, pages, layers, page, dim = 2, 4, 128, 9, 3, 16, 128
     cache = HotCache.allocate(
         layers=layers, pages=pages, kv_heads=heads, page_size=page, head_dim=dim, capacity=300,
@@ -63,4 +92,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    JITFunction.run = compile_instead
+    resident()
+    tier_of_host_memory()
