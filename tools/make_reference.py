@@ -21,7 +21,7 @@ from locks_kernels import precompile
 from locks_sglang import cli, demo_model, refusals
 from locks_sglang.config import DEFAULT_PAGE_SIZE, argument_name, flag_name, options
 from locks_sglang.plan import command as plan
-from locks_sglang.telemetry import METRICS
+from locks_sglang.telemetry import METRICS, TIER_METRICS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 
@@ -51,6 +51,25 @@ SERVER_INFO = {
 }
 
 
+# And below it with --sparse-decode-kv-tier host.
+TIER_INFO = {
+    "kv_tier": "`host`",
+    "host_bytes": "bytes of the KV pool in host memory, of this rank",
+    "hot_tiles": "tiles (a layer, KV head and page: K and V) that the hot cache has room for",
+    "hot_bytes": "bytes of them on the GPU; the open page of every request slot comes on top",
+    "hot_share": "share of the tiles read by decode that the hot cache held; null before the first",
+    "hot_hits": "tiles that decode read from the hot cache, since the start",
+    "hot_misses": "tiles that decode read and the hot cache did not hold",
+    "host_bytes_read": "bytes read from it: tiles for decode, prefixes for prefill, keys for summaries",
+    "host_bytes_written": "bytes written to it",
+    "host_pages_used": "pages in use, by the prefix cache too",
+    "host_pages_free": "pages that are free",
+    "prefills_staged": "prefill forwards that read their prefix once, into GPU memory",
+    "prefills_unstaged": "prefill forwards with more tokens than that has room for; their attention reads "
+    "the host's memory",
+}
+
+
 def flags() -> str:
     rows = []
     for option in options():
@@ -76,16 +95,32 @@ def page_size() -> str:
 
 
 def metrics() -> str:
+    return _metrics(METRICS)
+
+
+def tier_metrics() -> str:
+    return _metrics(TIER_METRICS)
+
+
+def _metrics(listed: dict[str, tuple[str, str]]) -> str:
     # prometheus_client adds the suffix of counters.
-    shown = {name: name + "_total" if kind == "counter" else name for name, (kind, _) in METRICS.items()}
+    shown = {name: name + "_total" if kind == "counter" else name for name, (kind, _) in listed.items()}
     return pages.table(
         ["metric", "kind", "meaning"],
-        [[f"`{shown[name]}`", kind, text] for name, (kind, text) in METRICS.items()],
+        [[f"`{shown[name]}`", kind, text] for name, (kind, text) in listed.items()],
     )
 
 
 def server_info() -> str:
-    return pages.table(["field", "meaning"], [[f"`{name}`", text] for name, text in SERVER_INFO.items()])
+    return _fields(SERVER_INFO)
+
+
+def tier_info() -> str:
+    return _fields(TIER_INFO)
+
+
+def _fields(listed: dict[str, str]) -> str:
+    return pages.table(["field", "meaning"], [[f"`{name}`", text] for name, text in listed.items()])
 
 
 def refused_options() -> str:
@@ -127,7 +162,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "flags": flags,
     "page size": page_size,
     "metrics": metrics,
+    "tier metrics": tier_metrics,
     "server info": server_info,
+    "tier info": tier_info,
     "refused options": refused_options,
     "refused variables": refused_variables,
     "python api": python_api,

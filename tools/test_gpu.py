@@ -32,9 +32,13 @@ import results_file  # noqa: E402
 # of the others compiles what the tests of a few files load, many libraries at a time.
 FOR_SERVERS = ("-m", "locks_kernels.precompile", "--geometry", "9x3x64")
 FOR_FP8 = (*FOR_SERVERS, "--kv-dtype", "fp8_e4m3")
-PREBUILD = (("tests/kernels/prebuild.py",), ("tests/kernels/test_score_gpu.py",))
+PREBUILD = (
+    (*FOR_SERVERS, "--host-tier"),
+    ("tests/kernels/prebuild.py",),
+    ("tests/kernels/test_score_gpu.py",),
+)
 PARTS = {
-    "kernels": ["tests/kernels", *map(str, sorted(ROOT.glob("tests/plugin/test_*_gpu.py")))],
+    "kernels": ["tests/kernels", *map(str, sorted(ROOT.glob("tests/[pt]*/test_*_gpu.py")))],
     "server": ["tests/server"],
 }
 Row = dict[str, Any]

@@ -34,6 +34,7 @@ class Geometry:
         records: a format name, ``minmax`` (quest) or ``none`` (oracle).
         dtype: of the queries.
         kv_dtype: of keys and values; that of the queries where it is None.
+        host_tier: whether keys and values lie in host memory.
     """
 
     q_heads: int
@@ -43,6 +44,7 @@ class Geometry:
     records: str = DEFAULT_FORMAT
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
+    host_tier: bool = False
 
     @classmethod
     def parse(
@@ -52,6 +54,7 @@ class Geometry:
         records: str,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
+        host_tier: bool = False,
     ) -> Geometry:
         """Make a geometry of ``QxKxD``: query heads, KV heads, head dimension.
 
@@ -65,7 +68,7 @@ class Geometry:
                 f"geometry {text!r}; legal: QxKxD, such as 32x8x128, with Q query heads, K KV heads and "
                 f"1 to {cuda_score.MAX_GROUP} query heads a KV head"
             )
-        return cls(q_heads, kv_heads, head_dim, page_size, records, dtype, kv_dtype)
+        return cls(q_heads, kv_heads, head_dim, page_size, records, dtype, kv_dtype, host_tier)
 
 
 def libraries(geometry: Geometry) -> list[build.Library]:
@@ -83,9 +86,10 @@ def libraries(geometry: Geometry) -> list[build.Library]:
     with build.naming() as named:
         if records is not None:
             cuda_summarize.load(records, kv_dtype)
-        cuda_score.library(queries, keys, records)
+        open_pages = geometry.host_tier and isinstance(records, Summaries)
+        cuda_score.library(queries, keys, records, open_pages)
         cuda_select.library(geometry.q_heads // geometry.kv_heads)
-        cuda_attend.library(queries, keys)
+        cuda_attend.library(queries, keys, geometry.host_tier)
     return named
 
 
@@ -114,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
                     records,
                     DTYPES[arguments.dtype],
                     KV_DTYPES[arguments.kv_dtype] if arguments.kv_dtype else None,
+                    arguments.host_tier,
                 )
             )
         }
@@ -147,6 +152,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FORMAT",
         help="record format, minmax for quest or none for oracle; may be given more than once "
         f"(default: {DEFAULT_FORMAT})",
+    )
+    parser.add_argument(
+        "--host-tier", action="store_true", help="for a server with --sparse-decode-kv-tier host"
     )
     parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument(

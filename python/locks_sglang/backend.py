@@ -29,7 +29,8 @@ def make_sparse_class(base: type) -> type:
         def init_forward_metadata(self, forward_batch: Any) -> None:
             self.locks.end_step()
             if self._plans_itself(forward_batch):
-                super().init_forward_metadata(forward_batch)
+                with self.locks.staged_planning(self, forward_batch):
+                    super().init_forward_metadata(forward_batch)
             # Some backends come through init_forward_metadata_out_graph, others do not.
             if not self.locks.in_step:
                 self.locks.begin_step(forward_batch)
@@ -39,6 +40,7 @@ def make_sparse_class(base: type) -> type:
             self.locks.allocate_graph_buffers(max_bs)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            self.locks.plan_out_of_graph(forward_batch)
             if self._plans_itself(forward_batch):
                 super().init_forward_metadata_out_graph(forward_batch, in_capture)
             self.locks.begin_step(forward_batch)
@@ -65,11 +67,38 @@ def make_sparse_class(base: type) -> type:
             _refuse_extra_terms(layer, kwargs)
             if save_kv_cache and k is not None:
                 _write_kv(self, layer, forward_batch, k, v)
+                self.locks.write(layer, k, v)
+            else:
+                self.locks.written(layer, forward_batch.out_cache_loc)
             queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
             return self.locks.decode(queries, layer).view(len(queries), -1)
 
     SparseBackend.__name__ = f"Locks{base.__name__}"
     return SparseBackend
+
+
+def make_staged_class(base: type) -> type:
+    """Subclass of a sparse backend whose prefill attends staged copies of a pool in host memory."""
+
+    class StagedBackend(base):  # type: ignore[valid-type, misc]
+        def forward_extend(
+            self,
+            q: Any,
+            k: Any,
+            v: Any,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:
+            written = None if save_kv_cache and k is not None else forward_batch.out_cache_loc
+            with self.locks.staged_attention(self, layer, written):
+                return super().forward_extend(
+                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+                )
+
+    StagedBackend.__name__ = base.__name__
+    return StagedBackend
 
 
 def upgrade(backend: Any, state: SparseDecode) -> None:
@@ -79,7 +108,8 @@ def upgrade(backend: Any, state: SparseDecode) -> None:
         LocksError: its class is not one that sparse decode was made for.
     """
     adapt(backend)
-    backend.__class__ = make_sparse_class(type(backend))
+    sparse = make_sparse_class(type(backend))
+    backend.__class__ = sparse if state.tier is None else make_staged_class(sparse)
     backend.locks = state
 
 

@@ -12,6 +12,7 @@ from locks_kernels.layout import SummaryLayout as _SummaryLayout
 
 SELECTORS = ("off", "locks", "quest", "oracle")
 ATTEND = ("auto", "flashinfer", "native")
+KV_TIERS = ("gpu", "host")
 DEFAULT_PAGE_SIZE = 16
 
 
@@ -76,6 +77,27 @@ class LocksConfig:
         "'auto' is native, the faster one where both were measured.",
         choices=ATTEND,
     )
+    kv_tier: str = _option(
+        "gpu",
+        "Where the KV pool lies: 'gpu', or 'host': in host memory, with summaries and the pages that are "
+        "read often on the GPU.",
+        choices=KV_TIERS,
+    )
+    host_gib: float | None = _option(
+        None,
+        "Host memory of the KV pool per rank with --sparse-decode-kv-tier host. Default: an equal share of "
+        "what is free on the GPU's NUMA node and in the container, less 4 GiB.",
+        type=float,
+        metavar="GIB",
+    )
+    hot_gib: float | None = _option(
+        None,
+        "Memory on the GPU for pages that are read often, per rank, with --sparse-decode-kv-tier host; 0 "
+        "is none. It changes the speed and no result. Default: what the pages of the host leave there, at "
+        "most what four decode steps read.",
+        type=float,
+        metavar="GIB",
+    )
     audit_interval: int = _option(
         0,
         "Measure every N decode steps, on one audited layer in turn and a few requests, the attention "
@@ -136,6 +158,24 @@ class LocksConfig:
             raise LocksError(
                 f"--sparse-decode-attend {self.attend!r} is unknown; legal: {', '.join(ATTEND)}"
             )
+        if self.kv_tier not in KV_TIERS:
+            raise LocksError(
+                f"--sparse-decode-kv-tier {self.kv_tier!r} is unknown; legal: {', '.join(KV_TIERS)}"
+            )
+        if self.kv_tier == "host" and self.attend == "flashinfer":
+            raise LocksError(
+                "--sparse-decode-attend flashinfer reads one pool; legal with --sparse-decode-kv-tier "
+                "host: auto, native"
+            )
+        if self.kv_tier == "host" and self.dense_below:
+            raise LocksError(
+                f"--sparse-decode-dense-below is {self.dense_below}; legal with --sparse-decode-kv-tier "
+                "host: 0, since a dense step would read all keys from host memory"
+            )
+        if self.hot_gib is not None and self.hot_gib < 0:
+            raise LocksError(f"--sparse-decode-hot-gib is {self.hot_gib}; legal: 0 or more")
+        if self.host_gib is not None and self.host_gib <= 0:
+            raise LocksError(f"--sparse-decode-host-gib is {self.host_gib}; legal: more than 0")
         if self.attend == "flashinfer" and self.min_len > self.largest_budget + 1:
             raise LocksError(
                 f"--sparse-decode-min-len is {self.min_len}; legal with --sparse-decode-attend flashinfer: "

@@ -65,10 +65,11 @@ def below(config: LocksConfig, kv_heads: int, head_dim: int, item_bytes: int, on
     """Tokens of :class:`DenseSteps` for a KV pool of this shape.
 
     Where the user does not say: never on a CPU, where it was not measured, nor where a trace is to show
-    what is selected, nor for selectors that are there to be compared with.
+    what is selected, nor for selectors that are there to be compared with, nor from host memory, which
+    dense attention would read through a link.
     """
     if config.dense_below is not None:
         return config.dense_below
-    if not on_gpu or config.trace_file or config.selector != "locks":
+    if not on_gpu or config.trace_file or config.selector != "locks" or config.kv_tier == "host":
         return 0
     return AUTO_KV_BYTES // (2 * kv_heads * head_dim * item_bytes)

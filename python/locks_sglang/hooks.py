@@ -116,6 +116,17 @@ HOOKS = (
         "get_workspace_bytes",
     ),
     Hook(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
+        "around",
+        "locks_sglang.tier.pool:create_buffers",
+        "scheduler",
+        "method",
+        ("self",),
+        "KV pool in host memory (--sparse-decode-kv-tier host)",
+        # No seam gives a pool of another kind yet; the host tier is refused where there are seams.
+        "init_state",
+    ),
+    Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._init_post_memory_pool_components",
         "after",
         f"{_SCHEDULER}:init_post_memory_pool_components",

@@ -53,6 +53,11 @@ class LocksMethod(SparseDecodeMethod):
     def check_server_args(cls, server_args: Any) -> None:
         config = config_of_fields(server_args)
         config.validate()
+        if config.kv_tier == "host":
+            raise LocksError(
+                "--sparse-decode-kv-tier host needs more than the seams of patches/ give; legal: gpu, "
+                "or an SGLang without the patches"
+            )
         enable_process(config, "parent")
         attach(server_args, config)
         check_refusals(server_args, config)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from locks_kernels import StepTables, attend, score_select, snapshot
+from locks_kernels import StepTables, Summaries, attend, score_select, snapshot
 from locks_kernels.workspace import Workspace
 
 from . import memory
@@ -19,6 +21,9 @@ from .policy import PolicyTable
 from .summaries import SummaryPool, bytes_per_token
 from .taps import LayerTap
 from .telemetry import Counters, PrometheusMetrics
+from .tier import staged_forward
+from .tier.decode import HostTier
+from .tier.staging import PrefillStaging
 from .trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -67,6 +72,9 @@ class SparseDecode:
             head_dim=self.summaries.head_dim,
             query_dtype=query_dtype or self.summaries.keys[0].dtype,
         )
+        self.tier: HostTier | None = None
+        """Set by who knows how large it is, where the pool lies in host memory."""
+        self._planning = False
         self._graph_rows = graph_rows
         self._plan = TapPlan()
         self._audit: Audit | None = None
@@ -139,6 +147,56 @@ class SparseDecode:
             return
         if self._flashinfer is not None and len(step.seq_lens) <= self._rows_at_a_time:
             self._flashinfer.prepare(step)
+        if self.tier is not None:
+            self.tier.begin_step(step, forward_batch.req_pool_indices)
+
+    @contextmanager
+    def staged_planning(self, backend: Any, forward_batch: Any) -> Iterator[None]:
+        """The attention backend's planning of a forward, which may be a prefill from a host pool."""
+        staging = self._staging()
+        if staging is not None:
+            staging.end()
+        if staging is None or not forward_batch.forward_mode.is_extend():
+            yield
+            return
+        if not staged_forward.can_stage(forward_batch):
+            staging.forwards_unstaged += 1
+            yield
+            return
+        prefixes, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        lengths = [before + more for before, more in zip(prefixes, new, strict=True)]
+        if not staging.begin(self._token_table, forward_batch.req_pool_indices, prefixes, lengths):
+            yield
+            return
+        with staged_forward.planning(backend, forward_batch, staging):
+            self._planning = True
+            try:
+                yield
+            finally:
+                self._planning = False
+
+    def plan_out_of_graph(self, forward_batch: Any) -> None:
+        """A forward is planned for a CUDA graph, which reads what it read at its capture: the pool."""
+        staging = self._staging()
+        if staging is not None and not self._planning and forward_batch.forward_mode.is_extend():
+            staging.end()
+            staging.forwards_unstaged += 1
+
+    @contextmanager
+    def staged_attention(self, backend: Any, layer: Any, written: torch.Tensor | None) -> Iterator[None]:
+        """The attention of a layer in a forward that is no decode step.
+
+        ``written`` are the pool slots of its tokens, if the model has written them by itself.
+        """
+        staging = self._staging()
+        if staging is None or not staging.active:
+            yield
+            return
+        with staged_forward.attending(backend, staging, self.summaries.index(layer.layer_id), written):
+            yield
+
+    def _staging(self) -> PrefillStaging | None:
+        return self.tier.staging if self.tier is not None else None
 
     @property
     def in_step(self) -> bool:
@@ -173,6 +231,16 @@ class SparseDecode:
         assert self._step is not None
         return len(self._step.seq_lens) if self._workspace is None else self._workspace.max_rows
 
+    def write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Say what a decode step writes into the pool for its current tokens, before :meth:`decode`."""
+        if self.tier is not None:
+            self.tier.write(self.summaries.index(layer.layer_id), keys, values)
+
+    def written(self, layer: Any, slots: torch.Tensor) -> None:
+        """As :meth:`write`, where the model has written the pool's ``slots`` by itself."""
+        if self.tier is not None:
+            self.tier.written(self.summaries.index(layer.layer_id), slots)
+
     def decode(self, queries: torch.Tensor, layer: Any) -> torch.Tensor:
         """Attention of one layer over its selected pages: ``[rows, q_heads, d]`` -> same shape.
 
@@ -198,17 +266,24 @@ class SparseDecode:
     ) -> torch.Tensor:
         index = self.summaries.index(layer.layer_id)
         keys, values = self.summaries.keys[index], self.summaries.values[index]
+        records = self.summaries.records_of(index)
+        rows = slice(first_row, first_row + len(queries))
+        scored, open_pages = keys, None
+        # Other selectors read the current page from the host pool.
+        if self.tier is not None and isinstance(records, Summaries):
+            scored, open_pages = self.tier.open_keys(index, rows)
         k_scale, v_scale = self.summaries.scales_of(layer)
         sm_scale = layer.scaling * k_scale
         selection = score_select(
             queries,
-            keys,
-            self.summaries.records_of(index),
+            scored,
+            records,
             step.page_table,
             step.seq_lens,
             step.budgets,
             sm_scale,
             width=self.geometry.width,
+            open_pages=open_pages,
             workspace=self._workspace,
             # Tables and records are older than this layer's own projections.
             settled=True,
@@ -218,6 +293,8 @@ class SparseDecode:
             tap.record(queries, selection, sm_scale, first_row)
         if self._flashinfer is not None:
             return self._flashinfer.attend(queries, keys, values, selection, sm_scale, v_scale)
+        if self.tier is not None:
+            selection = self.tier.resolve(index, selection, rows)
         output, _ = attend(
             queries,
             keys,
@@ -228,7 +305,8 @@ class SparseDecode:
             sm_scale,
             v_scale,
             # Only straight after score_select may the kernel begin before it has ended.
-            budgets=step.budgets if tap is None else None,
+            budgets=step.budgets if tap is None and self.tier is None else None,
+            hot=self.tier.hot if self.tier is not None else None,
             workspace=self._workspace,
         )
         return output
@@ -237,6 +315,11 @@ class SparseDecode:
         """Build the summaries of the pages that this forward completed."""
         self.summaries.build(slots)
         self.counters.count_built(slots, self.config.page_size)
+
+    def wrote(self, slots: torch.Tensor) -> None:
+        """A forward that is no decode step wrote these pool slots."""
+        if self.tier is not None:
+            self.tier.wrote(slots)
 
     def finish_step(self, forward_batch: Any) -> None:
         """Look at what the decode step selected, once it has been launched.
@@ -263,7 +346,17 @@ class SparseDecode:
         """What ``/server_info`` shows: :meth:`describe` and the counters, with every finished audit."""
         if self._audit is not None:
             self._audit.collect(wait=True)
-        return {**self.describe(), **self.counters.to_dict()}
+        counted = self.counters.to_dict()
+        tier = self.tier.describe(*_rows_and_pages(counted)) if self.tier is not None else {}
+        return {**self.describe(), **counted, **tier}
+
+    def totals(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Counters since the start, and gauges, by the names of their metrics."""
+        counters, gauges = self.counters.totals(), {"summary_bytes": self.summaries.nbytes}
+        if self.tier is not None:
+            counters |= self.tier.counts(*_rows_and_pages(counters))
+            gauges |= self.tier.pages()
+        return counters, gauges
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the handshake and ``/server_info``."""
@@ -313,6 +406,11 @@ class SparseDecode:
         )
         if self._trace is not None:
             logger.warning("Sparse decode writes a trace to %s", self._trace.path.resolve())
+
+
+def _rows_and_pages(counted: dict[str, Any]) -> tuple[int, int]:
+    """Rows that were decoded, and pages whose summaries were built."""
+    return counted["rows_sparse"] + counted["rows_dense"], counted["summaries_built"]
 
 
 _active: SparseDecode | None = None

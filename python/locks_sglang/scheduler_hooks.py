@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,19 +12,23 @@ import torch
 from . import dense_steps, memory, runtime
 from .activation import config_of, inherited_config
 from .backend import upgrade, why_dense, why_owner_is_dense
-from .buffers import Geometry
+from .buffers import EAGER_ROWS, Geometry
 from .config import LocksConfig, LocksError
 from .dense_steps import DenseSteps
 from .model_checks import check_model
 from .refusals import check_server_args
 from .runtime import SparseDecode
-from .summaries import FP8, bytes_per_token
+from .summaries import FP8, bytes_per_page, bytes_per_token
 from .telemetry import PrometheusMetrics
+from .tier import capacity
+from .tier.decode import HostTier
 
 logger = logging.getLogger(__name__)
 
 POOL_DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
 GPU_DTYPES = (torch.bfloat16, torch.float16, FP8)
+STAGED_BESIDE = 16384
+"""Tokens of other requests that a prefill on the GPU has room for beside the longest context."""
 
 
 def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -32,14 +37,63 @@ def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int)
     if not config.enabled or kvc.is_draft_worker:
         return result
     check_model(kvc.model_config, config)
+    if config.kv_tier == "host":
+        # Of the host's memory, that is; profile_available_bytes knows what the summaries leave there.
+        return result
     return result + bytes_per_token(config, kvc.model_config.head_dim, _local_kv_heads(kvc), num_layers)
 
 
 def profile_available_bytes(result: int, kvc: Any, pre_model_load_memory: int) -> int:
     """Keep the buffers of the decode step out of the KV pool's budget."""
     config = inherited_config()
-    if not config.enabled or kvc.is_draft_worker or str(kvc.device) == "cpu":
+    if not config.enabled or kvc.is_draft_worker:
         return result
+    if config.kv_tier == "host":
+        return _host_pool_bytes(result, kvc, config)
+    if str(kvc.device) == "cpu":
+        return result
+    return result - _step_bytes(kvc, config)
+
+
+def _host_pool_bytes(gpu_bytes: int, kvc: Any, config: LocksConfig) -> int:
+    """Bytes of a KV pool in host memory, whose pages need some of the GPU's too."""
+    device = torch.device(kvc.device)
+    if device.type != "cpu":
+        gpu_bytes -= _step_bytes(kvc, config)
+    model, heads = kvc.model_config, _local_kv_heads(kvc)
+    shape = capacity.TierShape(
+        layers=model.num_hidden_layers,
+        kv_heads=heads,
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        dtype=kvc.kv_cache_dtype,
+        width=config.largest_budget // config.page_size,
+        usual_width=config.budget // config.page_size,
+        step_rows=_largest_graph(kvc.server_args) or EAGER_ROWS,
+        request_slots=0,
+        staged_tokens=_staged_tokens(model),
+    )
+    host_bytes = capacity.host_bytes(config, device)
+    requests = kvc.resolve_max_num_reqs(host_bytes // shape.page_bytes * config.page_size)
+    found = capacity.split(
+        # The first slot of SGLang's token table is nobody's.
+        replace(shape, request_slots=requests + 1),
+        host_bytes=host_bytes,
+        gpu_bytes=gpu_bytes,
+        record_bytes=bytes_per_page(config, model.head_dim, heads, model.num_hidden_layers),
+        hot_bytes=None if config.hot_gib is None else int(config.hot_gib * 2**30),
+    )
+    capacity.remember(found)
+    # SGLang adds a page for padding.
+    return (found.pages - 1) * shape.page_bytes
+
+
+def _staged_tokens(model: Any) -> int:
+    """Tokens of the longest prefill, with some for requests beside it."""
+    return model.context_len + STAGED_BESIDE
+
+
+def _step_bytes(kvc: Any, config: LocksConfig) -> int:
     model = kvc.model_config
     geometry = Geometry.of(
         # SGLang's token table is a few tokens wider than the context.
@@ -52,7 +106,7 @@ def profile_available_bytes(result: int, kvc: Any, pre_model_load_memory: int) -
         query_dtype=model.dtype,
     )
     plan = memory.largest_plan(config, model.num_hidden_layers)
-    return result - memory.step_bytes(config, geometry, plan, _largest_graph(kvc.server_args))
+    return memory.step_bytes(config, geometry, plan, _largest_graph(kvc.server_args))
 
 
 def _largest_graph(server_args: Any) -> int:
@@ -118,6 +172,8 @@ def create_state(model_runner: Any, dense_graphs: bool = True) -> SparseDecode:
         _largest_graph(model_runner.server_args),
         _attention_rank(),
     )
+    if config.kv_tier == "host":
+        state.tier = _host_tier(state, model_runner)
     _sort_layers(state, model_runner.model)
     _check_scales(state, model_runner.model)
     charged = bytes_per_token(config, state.summaries.head_dim, state.summaries.kv_heads, pool.layer_num)
@@ -137,6 +193,21 @@ def create_state(model_runner: Any, dense_graphs: bool = True) -> SparseDecode:
     return state
 
 
+def _host_tier(state: SparseDecode, model_runner: Any) -> HostTier:
+    found = capacity.remembered()
+    if found is None:
+        raise LocksError("the KV pool of --sparse-decode-kv-tier host was made without being sized for it")
+    return HostTier(
+        state.summaries,
+        hot_bytes=found.hot_bytes,
+        width=state.geometry.width,
+        requests=len(model_runner.req_to_token_pool.req_to_token),
+        device=state.device,
+        staged_tokens=_staged_tokens(model_runner.model_config),
+        allocator=model_runner.token_to_kv_pool_allocator,
+    )
+
+
 def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
     name = type(pool).__name__
     if name != "MHATokenToKVPool":
@@ -151,6 +222,11 @@ def _check_pool(pool: Any, model_runner: Any, config: LocksConfig) -> None:
         raise LocksError(
             f"--sparse-decode does not work with a KV pool of {pool.dtype} (resolved from --kv-cache-dtype "
             f"or the model's config); legal: {', '.join(map(str, dtypes))}"
+        )
+    if pool.dtype == FP8 and config.kv_tier == "host":
+        raise LocksError(
+            "--kv-cache-dtype fp8_e4m3 does not work with --sparse-decode-kv-tier host yet; legal: auto, "
+            "bfloat16, float16"
         )
     queries = model_runner.model_config.dtype
     if on_gpu and pool.dtype not in (queries, FP8):
@@ -282,6 +358,8 @@ def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_:
         state.finish_forward(forward_batch.out_cache_loc)
     if mode.is_decode():
         state.finish_step(forward_batch)
+    else:
+        state.wrote(forward_batch.out_cache_loc)
 
 
 def alloc_requests(result: list[int] | None, pool: Any, reqs: list[Any]) -> None:
@@ -314,18 +392,18 @@ def report_decode_stats(_: None, reporter: Any, *args: Any, **kwargs: Any) -> No
     if state is None or reporter.forward_ct_decode % reporter.decode_log_interval != 0:
         return
     if reporter.is_stats_logging_rank:
-        logger.info(state.counters.log_line())
+        logger.info(state.counters.log_line() + (state.tier.log_part() if state.tier is not None else ""))
     _publish_metrics(state)
 
 
 def _publish_metrics(state: SparseDecode) -> None:
     metrics = runtime.metrics()
     if metrics is not None:
-        metrics.publish(state.counters, state.summaries.nbytes)
+        metrics.publish(*state.totals())
 
 
 def init_metrics_collector(
     _: None, collector: Any, labels: dict[str, str], *args: Any, **kwargs: Any
 ) -> None:
     """Create the Prometheus metrics beside SGLang's, which exist before the KV pool does."""
-    runtime.set_metrics(PrometheusMetrics(labels))
+    runtime.set_metrics(PrometheusMetrics(labels, inherited_config().kv_tier == "host"))

@@ -36,12 +36,15 @@ def layout_of(config: LocksConfig, head_dim: int) -> SummaryLayout | EnvelopeLay
     return SummaryLayout.parse(config.summary, head_dim, config.page_size)
 
 
+def bytes_per_page(config: LocksConfig, head_dim: int, kv_heads: int, layers: int) -> int:
+    """Bytes of the records of a page, all layers and heads."""
+    layout = layout_of(config, head_dim)
+    return layout.bytes_per_page * kv_heads * layers if layout is not None else 0
+
+
 def bytes_per_token(config: LocksConfig, head_dim: int, kv_heads: int, layers: int) -> int:
     """Bytes that the records add to a token of the KV pool, rounded up."""
-    layout = layout_of(config, head_dim)
-    if layout is None:
-        return 0
-    return math.ceil(layout.bytes_per_page * kv_heads * layers / config.page_size)
+    return math.ceil(bytes_per_page(config, head_dim, kv_heads, layers) / config.page_size)
 
 
 class SummaryPool:

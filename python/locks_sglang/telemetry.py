@@ -23,6 +23,18 @@ METRICS = {
         "Share of the exact attention mass on the selected pages, per audited row.",
     ),
 }
+# With --sparse-decode-kv-tier host, beside those.
+TIER_METRICS = {
+    "locks:hot_hits": ("counter", "Tiles that decode read from the hot cache."),
+    "locks:hot_misses": ("counter", "Tiles that decode read and the hot cache did not hold."),
+    "locks:host_bytes_read": (
+        "counter",
+        "Bytes read from the host's KV pool: tiles for decode, prefixes for prefill, keys for summaries.",
+    ),
+    "locks:host_bytes_written": ("counter", "Bytes written to the host's KV pool."),
+    "locks:host_pages_used": ("gauge", "Pages of the host's KV pool in use, by the prefix cache too."),
+    "locks:host_pages_free": ("gauge", "Pages of the host's KV pool that are free."),
+}
 _MASS_BUCKETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 1.0)
 
 
@@ -87,31 +99,37 @@ class Counters:
 
 
 class PrometheusMetrics:
-    """The metrics of :data:`METRICS`; made once SGLang has set up its own collector."""
+    """The metrics of :data:`METRICS`; made once SGLang has set up its own collector.
 
-    def __init__(self, labels: dict[str, str]) -> None:
+    Args:
+        labels: of every sample.
+        host_tier: whether those of :data:`TIER_METRICS` are there too.
+    """
+
+    def __init__(self, labels: dict[str, str], host_tier: bool = False) -> None:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR first; importing earlier would miss it.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = labels
         self._published: dict[str, int] = {}
-        self._counters = {}
-        for name, (kind, text) in METRICS.items():
+        self._counters, self._gauges = {}, {}
+        names = list(labels)
+        for name, (kind, text) in {**METRICS, **(TIER_METRICS if host_tier else {})}.items():
             if kind == "counter":
-                self._counters[name] = Counter(name, text, labelnames=labels.keys())
-        gauge = "locks:summary_bytes"
-        self._summary_bytes = Gauge(
-            gauge, METRICS[gauge][1], labelnames=labels.keys(), multiprocess_mode="mostrecent"
-        ).labels(**labels)
+                self._counters[name] = Counter(name, text, labelnames=names)
+            elif kind == "gauge":
+                gauge = Gauge(name, text, labelnames=names, multiprocess_mode="mostrecent")
+                self._gauges[name] = gauge
         mass = "locks:retained_mass"
         self._mass = Histogram(
             mass, METRICS[mass][1], labelnames=labels.keys(), buckets=_MASS_BUCKETS
         ).labels(**labels)
 
-    def publish(self, counters: Counters, summary_bytes: int) -> None:
-        """Add what was counted since the last call."""
-        self._summary_bytes.set(summary_bytes)
-        for name, total in counters.totals().items():
+    def publish(self, counters: dict[str, int], gauges: dict[str, int]) -> None:
+        """Add what was counted since the last call; names are those of the metrics without ``locks:``."""
+        for name, value in gauges.items():
+            self._gauges[f"locks:{name}"].labels(**self._labels).set(value)
+        for name, total in counters.items():
             metric = self._counters[f"locks:{name}"].labels(**self._labels)
             metric.inc(total - self._published.get(name, 0))
             self._published[name] = total

@@ -34,6 +34,17 @@ def test_libraries_of_a_geometry() -> None:
     ]
 
 
+def test_libraries_of_a_host_tier() -> None:
+    resident, host = (
+        precompile.libraries(precompile.Geometry(32, 8, 128, host_tier=tier)) for tier in (False, True)
+    )
+    extra = [
+        set(build.label(b).split()) - set(build.label(a).split())
+        for a, b in zip(resident, host, strict=True)
+    ]
+    assert extra == [set(), {"OPEN_PAGES=1"}, set(), {"HOT=1"}]
+
+
 def test_libraries_of_an_fp8_pool() -> None:
     geometry = precompile.Geometry.parse("32x8x128", 16, "r6h", torch.float16, torch.float8_e4m3fn)
     summarize_, score, _, attend_ = (dict(constants) for _, constants in precompile.libraries(geometry))

@@ -145,9 +145,15 @@ def rewrite(decode: Decode, page: int, seed: int) -> None:
     tier.invalidate(decode.cache, slots)
 
 
-def test_tables_equal_those_of_torch() -> None:
-    """Which tiles are held, and the counters; slots may differ, since blocks race for their numbers."""
-    decode = Decode(1000)
+@pytest.mark.parametrize("capacity", [1000, 20_000])
+def test_tables_equal_those_of_torch(capacity: int) -> None:
+    """Which tiles are held, and the counters; slots may differ, since blocks race for their numbers.
+
+    Where a step misses more tiles than it can take in, they race for the slots as well: of the smaller
+    cache the number of tiles is compared, and the counters roughly.
+    """
+    decode = Decode(capacity)
+    enough = capacity > LAYERS * PAGES * HEADS
     cpu = {field.name: getattr(decode.cache, field.name) for field in fields(HotCache)}
     twin = HotCache(**{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in cpu.items()})
     for number in range(5):
@@ -162,9 +168,10 @@ def test_tables_equal_those_of_torch() -> None:
             tier.resolve(decode.cache, layer, selection, decode.requests)
             tier.resolve(twin, layer, there, decode.requests.cpu())
         held = [set(cache.owner.tolist()) for cache in (decode.cache, twin)]
-        assert number or held[0] == held[1]
-        assert abs(len(held[0] ^ held[1])) <= 0.2 * len(held[1])
-    assert torch.allclose(decode.cache.counters.cpu().float(), twin.counters.float(), rtol=0.05)
+        assert len(held[0]) == len(held[1])
+        assert held[0] == held[1] or not enough
+    found, expected = decode.cache.counters.cpu().float(), twin.counters.float()
+    assert torch.allclose(found, expected, rtol=0 if enough else 0.1), (found, expected)
 
 
 @pytest.mark.parametrize("impl", ["cuda", "triton"])

@@ -16,8 +16,11 @@ import small_runner
 from locks_sglang import activation, plugin
 from locks_sglang.config import SELECTORS, LocksConfig, LocksError, argument_name, flag_name
 from plugin_process import AtLoad
-from test_flags import CHOSEN, as_flags
+from test_flags import CHOSEN as FOR_HOOKS
+from test_flags import as_flags
 
+# No seam gives a pool of another kind.
+CHOSEN = {**FOR_HOOKS, "kv_tier": "gpu"}
 EXPECTED = LocksConfig(**CHOSEN)
 
 
@@ -108,6 +111,7 @@ def test_page_size(launched: Callable[..., Any], page_size: int | None) -> None:
     ("flags", "message"),
     [
         (["--sparse-decode-budget", "40"], "multiple of the page size"),
+        (["--sparse-decode-kv-tier", "host"], "more than the seams of patches/ give"),
         (["--enable-mixed-chunk"], "neighbours"),
         (["--page-size", "8"], "--page-size 8 does not work"),
     ],

@@ -1,5 +1,6 @@
 """Which attention backends get sparse decode, and which layers keep dense attention and why."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,12 +76,21 @@ def test_upgrade_keeps_the_object_and_its_class(at_load: AtLoad) -> None:
 
     made = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
     made.marker = object()
-    marker, state = made.marker, object()
+    marker, state = made.marker, SimpleNamespace(tier=None)
     upgrade(made, state)  # type: ignore[arg-type]
     assert isinstance(made, TorchNativeAttnBackend)
     assert type(made).__name__ == "LocksTorchNativeAttnBackend"
     assert made.marker is marker and made.locks is state
     assert type(made).forward_extend is TorchNativeAttnBackend.forward_extend
+
+
+def test_prefill_changes_with_a_host_tier_alone(at_load: AtLoad) -> None:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    made = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
+    upgrade(made, SimpleNamespace(tier=object()))  # type: ignore[arg-type]
+    assert type(made).__name__ == "LocksTorchNativeAttnBackend"
+    assert type(made).forward_extend is not TorchNativeAttnBackend.forward_extend
 
 
 def test_terms_that_are_not_computed_are_refused(at_load: AtLoad) -> None:

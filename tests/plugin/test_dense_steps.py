@@ -102,7 +102,7 @@ def test_the_backend_attends_in_a_dense_step(out_of_graph: bool) -> None:
     def step(lengths: list[int]) -> torch.Tensor:
         batch = forward(lengths)
         batch.req_pool_indices = torch.arange(1, len(lengths) + 1)
-        batch.seq_lens, batch.rids = torch.tensor(lengths), None
+        batch.seq_lens, batch.rids, batch.out_cache_loc = torch.tensor(lengths), None, None
         begin(batch)
         layer = SimpleNamespace(**vars(rig.layer(0)), tp_q_head_num=rig.q_heads, head_dim=HEAD_DIM)
         out = backend.forward_decode(queries[0].flatten(1), None, None, layer, batch)

@@ -15,6 +15,8 @@ from locks_kernels.layout import HEAD_DIMS
 from locks_sglang import model_checks, policy, scheduler_hooks
 from locks_sglang.config import LocksConfig
 from locks_sglang.runtime import SparseDecode
+from locks_sglang.telemetry import TIER_METRICS
+from locks_sglang.tier.decode import HostTier
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs/reference.md").read_text()
@@ -60,6 +62,18 @@ def test_server_info_fields_are_documented(selector: str) -> None:
     described = list(state.describe())
     assert [*described, *state.counters.to_dict()] == list(make_reference.SERVER_INFO)
     assert len(described) == 13, "the page says thirteen"
+
+
+def test_tier_fields_are_documented() -> None:
+    pool = SimpleNamespace(keys=[torch.zeros(4, 16, 2, 64)], values=[torch.zeros(4, 16, 2, 64)])
+    size = SimpleNamespace(available_size=lambda: 32)
+    tier = HostTier(pool, hot_bytes=0, width=4, requests=3, device=torch.device("cpu"), allocator=size)
+    described = tier.describe(0, 0)
+    assert list(described) == list(make_reference.TIER_INFO)
+    assert (described["host_pages_used"], described["host_pages_free"]) == (1, 2)
+    counted = {name.removeprefix("locks:") for name, (kind, _) in TIER_METRICS.items() if kind == "counter"}
+    assert counted == set(tier.counts(0, 0))
+    assert set(tier.pages()) == {name.removeprefix("locks:") for name in TIER_METRICS} - counted
 
 
 @pytest.mark.parametrize("room", ["kernels/locks_kernels", "python/locks_sglang"])

@@ -11,6 +11,7 @@ import torch
 from locks_sglang import scheduler_hooks
 from locks_sglang.backend import make_sparse_class
 from locks_sglang.config import LocksConfig, LocksError
+from locks_sglang.tier import capacity
 from plugin_process import AtLoad
 from rig import HEAD_DIM, SCALE, Rig
 
@@ -163,6 +164,28 @@ def test_memory_is_charged_before_the_pool_is_sized(charge: Any) -> None:
     off = configurator()
     off.server_args.cuda_graph_config.decode.backend = "disabled"
     assert charge(off, summary="r4i4")[0] > steps  # 32 rows at a time, whatever the graphs' sizes say
+
+
+def test_a_host_pool_is_sized_by_host_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM-4-9B-Chat-1M on 40 GiB of a GPU: 200 GiB of the host are its limit, 2,000 GiB are not."""
+    monkeypatch.setattr(scheduler_hooks, "_attention_ranks", lambda: 1)
+    config = LocksConfig(selector="locks", summary="r4i4", kv_tier="host")
+    monkeypatch.setattr(scheduler_hooks, "inherited_config", lambda: config)
+    asked: list[int] = []
+    kvc = configurator(
+        kv_cache_dtype=torch.bfloat16, resolve_max_num_reqs=lambda tokens: asked.append(tokens) or 64
+    )
+    assert scheduler_hooks.compute_cell_size(81920, None, kvc, 40) == 81920
+    page = 16 * 81920
+    for host, tokens in ((200 * 2**30, 200 * 2**30 // page * 16), (2000 * 2**30, None)):
+        monkeypatch.setattr(capacity, "host_bytes", lambda config, device, host=host: host)
+        given = scheduler_hooks.profile_available_bytes(40 * 2**30, kvc, 0)
+        found = capacity.remembered()
+        assert found is not None and given == (found.pages - 1) * page and asked[-1] == host // page * 16
+        assert (found.pages * 16 == tokens) == (tokens is not None)
+        assert 2**30 < found.hot_bytes < 40 * 2**30
+        # Records, and an entry for each of a page's tiles, are the GPU's.
+        assert found.pages * (490 + 4) * 160 + found.hot_bytes < 40 * 2**30
 
 
 def test_nothing_is_charged_where_nothing_is_allocated(charge: Any) -> None:

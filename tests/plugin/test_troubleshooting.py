@@ -11,7 +11,12 @@ from locks_sglang.refusals import REFUSALS, REFUSED_VARIABLES
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 PACKAGE, KERNELS = ROOT / "python/locks_sglang", ROOT / "kernels/locks_kernels"
-SOURCES = [*PACKAGE.glob("*.py"), *PACKAGE.glob("plan/*.py"), *KERNELS.glob("*.py")]
+SOURCES = [
+    *PACKAGE.glob("*.py"),
+    *PACKAGE.glob("plan/*.py"),
+    *PACKAGE.glob("tier/*.py"),
+    *KERNELS.glob("*.py"),
+]
 # What raises errors for users; the ops of locks_kernels raise theirs for programmers.
 SPEAKING = [path for path in SOURCES if path.parent != KERNELS or path.stem in ("build", "precompile")]
 ERRORS = ("LocksError", "SystemExit", "RuntimeError", "BuildError", "DemoModelError")

@@ -29,10 +29,16 @@ SPARSE = (*SMALL_POOL, *LOCKS, *(("--cuda-graph-max-bs", "2") if ON_GPU else ())
 CHUNK = 112
 ODD = ("--chunked-prefill-size", str(CHUNK), "--disable-radix-cache")
 ODD_FLAGS = (*SMALL_POOL, *LOCKS, *ODD, *(("--disable-cuda-graph",) if ON_GPU else ()))
+# The pool in host memory, a hot cache of some tiles, prefill in the chunks of a CPU server.
+HOST_CHUNK = 512
+HOST_FLAGS = (
+    *(*SPARSE, "--sparse-decode-kv-tier", "host", "--sparse-decode-hot-gib", "0.004"),
+    *("--sparse-decode-host-gib", "0.25", "--chunked-prefill-size", str(HOST_CHUNK)),
+)
 # Tests that show on a GPU what they show on a CPU; those of files *_gpu.py run on a GPU alone.
 ALSO_ON_GPU = (
     *("exact_budget", "exact_reuse", "exact_batches", "exact_selection", "across_devices"),
-    *("chunked_prefill", "per_request", "observed", "tensor_parallel", "fp8_kv"),
+    *("chunked_prefill", "per_request", "observed", "tensor_parallel", "fp8_server", "host_tier"),
 )
 
 # Importing it takes as long as a server takes to do so, and only servers need it.
@@ -69,7 +75,7 @@ def servers(
     request: pytest.FixtureRequest,
 ) -> Iterator[ServerPool]:
     """``servers.get(*flags)``: a running server with these flags and an empty cache."""
-    pool = ServerPool(demo_model, tmp_path_factory.mktemp("servers"), 12 if ON_GPU else 2, probe)
+    pool = ServerPool(demo_model, tmp_path_factory.mktemp("servers"), 14 if ON_GPU else 2, probe)
     try:
         if ON_GPU:
             pool.start(*wanted_together(request.session.items, traces))
@@ -88,7 +94,7 @@ def wanted_together(
             chosen = BACKENDS[parameters["backend"]]
             if {"dense_server", "dense_tokens"} & set(item.fixturenames):
                 wanted.add(chosen)
-            for fixture, flags in (("locks", SPARSE), ("odd", ODD_FLAGS)):
+            for fixture, flags in (("locks", SPARSE), ("odd", ODD_FLAGS), ("host", HOST_FLAGS)):
                 if fixture in item.fixturenames:
                     wanted.add(with_trace((*flags, *chosen), traces))
         for marker in item.iter_markers("launches"):
@@ -129,6 +135,12 @@ def locks(traced_server: Callable[..., Traced], backend: tuple[str, ...]) -> Tra
 def odd(traced_server: Callable[..., Traced], backend: tuple[str, ...]) -> Traced:
     """As `locks`, but prefill in chunks of 7 pages, no prefix cache, no CUDA graphs."""
     return traced_server(*ODD_FLAGS, *backend)
+
+
+@pytest.fixture
+def host(traced_server: Callable[..., Traced], backend: tuple[str, ...]) -> Traced:
+    """As `locks`, with its KV pool in host memory."""
+    return traced_server(*HOST_FLAGS, *backend)
 
 
 @pytest.fixture(scope="session")
@@ -185,8 +197,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def in_order_of_servers(items: list[pytest.Item]) -> list[pytest.Item]:
     """Files that need the same servers follow each other: a pool of two then starts each server once."""
-    server_of = {"dense_server": "dense", "dense_tokens": "dense", "locks": "locks", "odd": "odd"}
-    order = [{"dense"}, {"dense", "locks"}, {"locks"}, {"locks", "odd"}]
+    server_of = {
+        "dense_server": "dense",
+        "dense_tokens": "dense",
+        "locks": "locks",
+        "odd": "odd",
+        "host": "host",
+    }
+    order = [{"dense"}, {"dense", "locks"}, {"locks"}, {"locks", "odd"}, {"locks", "host"}]
     needed: dict[Path, set[str]] = {}
     for item in items:
         found = {server_of[name] for name in getattr(item, "fixturenames", ()) if name in server_of}

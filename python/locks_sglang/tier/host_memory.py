@@ -65,6 +65,11 @@ def with_cuda() -> Registration:
     )
 
 
+def unregistered() -> Registration:
+    """For a process without a GPU."""
+    return Registration(lambda address, nbytes: None, lambda address: None)
+
+
 class HostMemory:
     """``nbytes`` of zeroed host memory that the GPU can address, until :meth:`close`.
 

@@ -1,0 +1,35 @@
+"""A host tier as shipped: default sizes, all graphs, prefill's too."""
+
+import pytest
+from server import AS_SHIPPED, ServerPool
+
+# Not started beside the others: it takes a share of what is free of the GPU when it starts.
+SHIPPED = (
+    *(AS_SHIPPED, "--sparse-decode", "locks", "--mem-fraction-static", "0.5"),
+    *("--sparse-decode-kv-tier", "host", "--sparse-decode-host-gib", "4"),
+)
+
+
+def test_it_serves(servers: ServerPool) -> None:
+    server = servers.get(*SHIPPED)
+    answer = server.chat("What is the capital of France?")
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    before = server.locks_info()
+    long = "The keeper wrote the weather into the log book. " * 600
+    server.generate(long, 16)
+    again = server.generate(long + "Then", 16)
+    assert again["meta_info"]["cached_tokens"] > 5000
+    info = server.locks_info()
+    assert info["rows_sparse"] > before["rows_sparse"]
+    assert info["prefills_staged"] >= before["prefills_staged"] + 2 and info["prefills_unstaged"] == 0
+    assert info["hot_hits"] > before["hot_hits"] and info["hot_share"] > 0.5
+
+
+def test_capacity_is_the_hosts(servers: ServerPool) -> None:
+    server = servers.get(*SHIPPED)
+    info, locks = server.server_info(), server.locks_info()
+    token = 2 * 2 * 64 * 90
+    assert info["max_total_num_tokens"] == pytest.approx(4 * 2**30 / token, rel=1e-3)
+    assert locks["host_bytes"] == pytest.approx(4 * 2**30, rel=1e-3)
+    # Four steps of the largest graph, or all that there is.
+    assert 0 < locks["hot_bytes"] <= locks["host_bytes"]
