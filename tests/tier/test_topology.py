@@ -61,6 +61,9 @@ def test_a_system_without_numa_is_one_node(tmp_path: Path) -> None:
     machine.write("sys/devices/system/cpu/online", "0-7")
     node = nodes(tmp_path)[0]
     assert (len(node.cpus), node.total, node.free) == (8, 999 * GIB, 30 * GIB)
+    # A sandbox shows a folder of the node, and nothing of what is there.
+    machine.write("sys/devices/system/node/node0/cpumap", "ff")
+    assert nodes(tmp_path) == {0: node} and node_of_gpu("0000:01:00.0", tmp_path) == 0
 
 
 def test_numbers() -> None:

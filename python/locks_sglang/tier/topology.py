@@ -31,11 +31,9 @@ class Node:
 
 
 def nodes(root: Path = ROOT) -> dict[int, Node]:
-    """Nodes by number; where the system knows no NUMA, one node 0 with all of it."""
+    """Nodes by number; where the system knows no NUMA, or only names of nodes, one node 0 with all of it."""
     folder = root / _NODES
     numbers = sorted(int(path.name[4:]) for path in folder.glob("node[0-9]*"))
-    if not numbers:
-        return {0: _all_of_it(root)}
     found = {}
     for number in numbers:
         path = folder / f"node{number}"
@@ -49,7 +47,8 @@ def nodes(root: Path = ROOT) -> dict[int, Node]:
             # The file has one figure for each node, in their order.
             dict(zip(numbers, map(int, distances), strict=False)),
         )
-    return found
+    # Sandboxes (gVisor) show a folder of a node with neither its CPUs nor its memory.
+    return found if host_nodes(found) else {0: _all_of_it(root)}
 
 
 def host_nodes(found: dict[int, Node]) -> list[int]:
