@@ -14,8 +14,9 @@ enough; the tokenizer is made here), the default grid of 32K and 128K tokens of 
     python benchmark/throughput.py --model-path glm4-9b-1m-kv4 --load-format dummy \\
         --mem-fraction-static 0.85 --disable-prefill-cuda-graph
 
-``--append FILE`` takes along the rows of an earlier run's file, so that variants can be measured in several
-calls.  On a CPU, with the demo model:
+``--gpu-gib 95.6 --host-gib 230 --variants dense:fa3,host:r4i4`` compares with a KV cache in host memory, on
+a GPU as small as a GH200's.  ``--append FILE`` takes along the rows of an earlier run's file, so that
+variants can be measured in several calls.  On a CPU, with the demo model:
 
     python benchmark/throughput.py --model-path .models/SmolLM2-135M-Instruct --machine-name cpu \\
         --budget 512 --variants dense:torch_native,locks:r6h --grid 2x2048x32
@@ -26,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import results_file
+import torch
+from gpu_memory import ballast, in_use_gib
 from serving import word_tokenizer
 from serving.load import WORKLOADS, Case, drive
 from serving.server import LoadWatch, Server, ServerFailed, launched, on_gpu, stop_when_told_to_end
@@ -61,13 +63,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--variants", default=VARIANTS, help="dense:BACKEND or SELECTOR[:FORMAT[:BACKEND]], ..."
+        "--variants",
+        default=VARIANTS,
+        help="dense:BACKEND or SELECTOR[:FORMAT[:BACKEND]], ...; host is locks with its KV in host memory",
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of grid entries that name none")
     parser.add_argument("--grid", default=GRID, help="[WORKLOAD:]CLIENTSxCONTEXTxOUTPUT, ...")
     parser.add_argument("--requests", type=int, default=1, help="prompts (conversations) per client")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every case; the median counts")
     parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
+    parser.add_argument("--host-gib", type=float, help="host memory for the KV cache of host variants")
+    parser.add_argument("--gpu-gib", type=float, help="leave no more than this of the GPU to the servers")
     parser.add_argument("--url", help="VARIANT=URL, ...: servers that are up already; starts none")
     parser.add_argument("--tokenizer", help="folder; default: the model's, or one made for dummy weights")
     parser.add_argument("--seed", type=int, default=1)
@@ -88,13 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs = (arguments.out or Path(tempfile.mkdtemp(prefix="throughput-"))) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     results_file.machine()  # before any server, so that what it takes of the GPU is the same for all
+    held = ballast(arguments.gpu_gib)
     rows: list[Row] = []
     for number, variant in enumerate(variants, 1):
         say(f"[{number}/{len(variants)}] {variant.name}")
         with server_of(variant, given, arguments, flags, cases, logs) as (server, tokenizer):
-            rows += measure_variant(server, variant, cases, tokenizer, arguments, logs)
+            rows += measure_variant(server, variant, cases, tokenizer, arguments, logs, held)
         # After every variant, so that a run that is cut short is not lost.
         path = write(rows, arguments, copy_rate=None)
+    del held
     path = write(rows, arguments, copy_rate=results_file.copy_rate_tb_s())
     print_table(rows)
     say(f"written to {path}; logs in {logs}")
@@ -128,7 +136,7 @@ def server_of(
         return
     tokenizer = arguments.tokenizer or tokenizer_for(flags)
     most = max(case.concurrency for case in cases)
-    own = [*variant.flags(arguments.budget), "--max-running-requests", str(most)]
+    own = [*variant.flags(arguments.budget, arguments.host_gib), "--max-running-requests", str(most)]
     if on_gpu():
         own += ["--cuda-graph-max-bs-decode", str(most)]
         if not {"--mem-fraction-static", "--max-total-tokens"} & set(flags):
@@ -156,6 +164,7 @@ def measure_variant(
     tokenizer: str | None,
     arguments: argparse.Namespace,
     logs: Path,
+    held: torch.Tensor,
 ) -> list[Row]:
     check_what_runs(server, variant)
     info = server.get("/server_info")
@@ -178,7 +187,7 @@ def measure_variant(
         row = {
             "variant": variant.name,
             "backend": variant.backend if variant.dense else variant.selector,
-            "tier": "resident",
+            "tier": variant.tier,
             "format": locks and locks["format"],
             "budget": locks and locks["budget"],
             "model": Path(info["model_path"]).name,
@@ -189,7 +198,8 @@ def measure_variant(
             "concurrency": case.concurrency,
             "requests": case.requests,
             "kv_tokens": pool,
-            "gpu_gib": gpu_gib(),
+            "gpu_gib": in_use_gib(held),
+            "host_gib": round(locks["host_bytes"] / 2**30, 2) if variant.tier == "host" else None,
             "source": "measured",
             **merge(runs),
         }
@@ -211,6 +221,8 @@ def check_what_runs(server: Server, variant: Variant) -> None:
         raise ServerFailed(f"{variant.name}: the server is dense; it has no locks section in /server_info")
     elif locks["selector"] != variant.selector or variant.form not in (None, locks["format"]):
         raise ServerFailed(f"{variant.name}: the server runs {locks['selector']}:{locks['format']}")
+    elif (locks.get("kv_tier") == "host") != (variant.tier == "host"):
+        raise ServerFailed(f"{variant.name}: the server's KV tier is {locks.get('kv_tier', 'gpu')}")
 
 
 def measure(
@@ -243,7 +255,18 @@ def measure(
                 f"{variant.name}, {case}: {run['rows_sparse']} sparse and {run['rows_dense']} dense rows "
                 f"decoded; at least {needed:.0f} sparse ones were due"
             )
+        run |= tier_columns(rows_before, rows_after)
     return run
+
+
+def tier_columns(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What a host tier served from its hot tiles, and the bytes that crossed the link, prefill included."""
+    if "hot_hits" not in after:
+        return {}
+    names = ("hot_hits", "hot_misses", "host_bytes_read", "host_bytes_written", "prefills_unstaged")
+    done = {name: after[name] - before[name] for name in names}
+    hits, misses = done.pop("hot_hits"), done.pop("hot_misses")
+    return {"hot_share": round(hits / (hits + misses), 4) if hits + misses else None, **done}
 
 
 def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -253,15 +276,6 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
         values = [run[name] for run in runs]
         merged |= {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
     return merged
-
-
-def gpu_gib() -> float | None:
-    """GPU memory in use while the server is up; None without a GPU."""
-    if not on_gpu():
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True)
-    return round(sum(map(float, answer.stdout.split())) / 1024, 2) if answer.returncode == 0 else None
 
 
 def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | None) -> Path:

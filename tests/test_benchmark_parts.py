@@ -50,6 +50,16 @@ def test_variants() -> None:
     ]
     assert Variant.parse("quest::flashinfer", "fa3").backend == "flashinfer"
     assert "--sparse-decode-summary" not in Variant.parse("oracle", "fa3").flags(512)
+    host = Variant.parse("host:r4i4", "fa3")
+    assert (host.selector, host.tier, sparse) == (
+        "locks",
+        "host",
+        Variant.parse("locks:r4i4", "fa3").flags(512),
+    )
+    assert host.flags(512, 9.5)[-6:] == [
+        *("--sparse-decode-kv-tier", "host", "--sparse-decode-host-gib", "9.5"),
+        *("--sparse-decode-summary", "r4i4"),
+    ]
     for wrong in ("dense", "dense:a:b", "snapkv", "locks:r4i4:fa3:x"):
         with pytest.raises(ValueError, match="neither dense:BACKEND nor"):
             Variant.parse(wrong, "fa3")

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variant:
-    """``dense:BACKEND`` or ``SELECTOR[:FORMAT[:BACKEND]]``.
+    """``dense:BACKEND`` or ``SELECTOR[:FORMAT[:BACKEND]]``, where ``host`` is ``locks`` from host memory.
 
     `selector` is ``dense``, ``locks``, ``quest`` or ``oracle``; `form` the record format, None for the
-    server's default; `backend` SGLang's attention backend.
+    server's default; `backend` SGLang's attention backend; `tier` where the KV cache lies.
     """
 
     name: str
     selector: str
     form: str | None
     backend: str
+    tier: str = "resident"
 
     @property
     def dense(self) -> bool:
@@ -28,17 +29,27 @@ class Variant:
         selector, *rest = name.split(":")
         if selector == "dense" and len(rest) == 1:
             return cls(name, selector, None, rest[0])
-        if selector in ("locks", "quest", "oracle") and len(rest) <= 2:
+        if selector in ("locks", "quest", "oracle", "host") and len(rest) <= 2:
             form, backend = (*rest, "", "")[:2]
-            return cls(name, selector, form or None, backend or default_backend)
-        raise ValueError(f"{name!r} is neither dense:BACKEND nor (locks|quest|oracle)[:FORMAT[:BACKEND]]")
+            tier = "host" if selector == "host" else "resident"
+            selector = "locks" if selector == "host" else selector
+            return cls(name, selector, form or None, backend or default_backend, tier)
+        raise ValueError(
+            f"{name!r} is neither dense:BACKEND nor (locks|quest|oracle|host)[:FORMAT[:BACKEND]]"
+        )
 
-    def flags(self, budget: int) -> list[str]:
-        """SGLang's flags for this variant with `budget` tokens attended in every step, however short."""
+    def flags(self, budget: int, host_gib: float | None = None) -> list[str]:
+        """SGLang's flags for this variant with `budget` tokens attended in every step, however short.
+
+        `host_gib` is the host memory of a host variant's KV cache; None: the server decides.
+        """
         flags = ["--attention-backend", self.backend]
         if not self.dense:
             flags += ["--sparse-decode", self.selector, "--sparse-decode-budget", str(budget)]
             flags += ["--sparse-decode-dense-below", "0"]
+        if self.tier == "host":
+            flags += ["--sparse-decode-kv-tier", "host"]
+            flags += ["--sparse-decode-host-gib", str(host_gib)] if host_gib else []
         if self.form:
             flags += ["--sparse-decode-summary", self.form]
         return flags
