@@ -22,6 +22,7 @@ from .summaries import FP8, bytes_per_page, bytes_per_token
 from .telemetry import PrometheusMetrics
 from .tier import capacity
 from .tier.decode import HostTier
+from .tier.pool import is_held
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ def create_state(model_runner: Any, dense_graphs: bool = True) -> SparseDecode:
 
 def _host_tier(state: SparseDecode, model_runner: Any) -> HostTier:
     found = capacity.remembered()
-    if found is None:
+    if found is None or not is_held(model_runner.token_to_kv_pool):
         raise LocksError("the KV pool of --sparse-decode-kv-tier host was made without being sized for it")
     return HostTier(
         state.summaries,

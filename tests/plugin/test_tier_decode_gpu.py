@@ -99,7 +99,7 @@ def move_to_host(rig: WritingRig) -> None:
         (made.k_buffer, rig.keys, summaries.keys), (made.v_buffer, rig.values, summaries.values)
     ):  # fmt: skip
         for index in range(LAYERS):
-            theirs[index].copy_(ours[index])
+            theirs[index].copy_(ours[index].float())  # by a kernel, as all that writes there
             ours[index] = theirs[index]
             views[index] = page_view(theirs[index], PAGE)
 

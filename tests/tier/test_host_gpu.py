@@ -68,7 +68,7 @@ def test_staged_layers_are_those_of_the_pool() -> None:
     """With a stream that is late in every way: each layer's buffer holds its prefix and the own tokens."""
     made = host_pool()
     for buffer in (*made.k_buffer, *made.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape, device=GPU).bfloat16())
+        buffer.copy_(torch.randn(buffer.shape, device=GPU))  # by a kernel, as all that writes there
     views = [[page_view(buffer, PAGE) for buffer in side] for side in (made.k_buffer, made.v_buffer)]
     staging = PrefillStaging(views[0], views[1], tokens=60_000, device=GPU)
     sizes = [(20_000, 700), (0, 1000), (9_013, 300), (16, 16)]

@@ -49,6 +49,10 @@ def test_the_hook(monkeypatch: pytest.MonkeyPatch, tier: str, original: bool) ->
     pool.create_buffers(called.append, made)
     assert (called == [made]) == original and len(held) == (not original)
     assert hasattr(made, "k_buffer") != original
+    if not original:
+        assert pool.is_held(made)
+        made.v_buffer[2] = torch.zeros(SHAPE)
+        assert not pool.is_held(made)
 
 
 @pytest.mark.parametrize("step", ["check", "allocate"])

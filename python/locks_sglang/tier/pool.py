@@ -29,6 +29,13 @@ def create_buffers(original: Callable[[Any], None], pool: Any) -> None:
     _held.append(hold(pool, shapes))
 
 
+def is_held(pool: Any) -> bool:
+    """Whether all buffers of a pool lie in host memory that was made here."""
+    spans = [(memory.address, memory.address + memory.nbytes) for memory in _held]
+    buffers = (*pool.k_buffer, *pool.v_buffer)
+    return all(any(low <= buffer.data_ptr() < high for low, high in spans) for buffer in buffers)
+
+
 def hold(pool: Any, shapes: Sequence[tuple[int, ...]], root: Path = ROOT) -> HostMemory:
     """Give a pool ``k_buffer`` and ``v_buffer``, a tensor a layer, as views of one piece of host memory.
 

@@ -31,7 +31,7 @@ class Node:
 
 
 def nodes(root: Path = ROOT) -> dict[int, Node]:
-    """Nodes by number; where the system knows no NUMA, or only names of nodes, one node 0 with all of it."""
+    """Nodes by number; where the system knows no NUMA, or its names alone, one node 0 with all of it."""
     folder = root / _NODES
     numbers = sorted(int(path.name[4:]) for path in folder.glob("node[0-9]*"))
     found = {}
