@@ -87,9 +87,10 @@ def run_variant(
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith("ROW "):
-                rows.append(row := json.loads(line[4:]))
-                step_ms = row.get("step_ms") or row["itl_ms"]
-                print("  ", row["batch"], "x", row["context"], step_ms, "ms", flush=True)
+                rows.append(json.loads(line[4:]))
+                print(
+                    "  ", rows[-1]["batch"], "x", rows[-1]["context"], rows[-1]["step_ms"], "ms", flush=True
+                )
             elif line.startswith("CHECK "):
                 checks[variant] = json.loads(line[6:])["tokens"]
             else:

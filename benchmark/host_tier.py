@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     add("--steps", type=int, default=192, help="measured steps of every case")
     add("--warm-up", type=int, default=24, help="steps before them")
     add("--budget", type=int, default=2048, help="tokens attended per KV head")
+    add("--append", type=Path, help="result file of an earlier run of this day whose rows are kept")
     add("--out", type=Path, help="folder of the result file")
     add("--machine-name", default="h200")
     add("--commit", help="commit to write down where git is not there")
@@ -80,24 +83,36 @@ def main() -> int:
     arguments, server_flags = parse_arguments()
     if arguments.child:
         return run_child(arguments, server_flags)
-    rows: list[dict[str, Any]] = []
+    rows = json.loads(arguments.append.read_text())["rows"] if arguments.append else []
     copy_rate = results_file.copy_rate_tb_s()
     torch.cuda.empty_cache()
-    path = None
     for variant in arguments.variants.split(","):
         print(variant, flush=True)
-        rows += run_variant(variant)
-        path = results_file.write(
-            "host_tier", rows, machine_name=arguments.machine_name, out=arguments.out,
-            made_from=arguments.commit, copy_tb_s=copy_rate,
-        )  # fmt: skip
+        for row in rows_of(variant):
+            rows.append(row)
+            # After every row, so that a run that is cut short is not lost.
+            path = results_file.write(
+                "host_tier", rows, machine_name=arguments.machine_name, out=arguments.out,
+                made_from=arguments.commit, copy_tb_s=copy_rate,
+            )  # fmt: skip
+    if not rows:
+        return 1
     print_table(rows)
     print(f"written to {path}")
-    return 0 if rows else 1
+    return 0
 
 
-def run_variant(variant: str) -> list[dict[str, Any]]:
-    return decode_step.run_variant(variant, {}, __file__)
+def rows_of(variant: str) -> Iterator[dict[str, Any]]:
+    """Rows of a variant as its process measures them; what else it prints is passed on."""
+    command = [sys.executable, __file__, "--child", variant, *sys.argv[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("ROW "):
+                yield json.loads(line[4:])
+    if child.returncode:
+        print(f"{variant} ended with status {child.returncode}; its missing rows are not in the table")
 
 
 def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
