@@ -8,7 +8,7 @@ import make_dashboard
 import pytest
 import yaml
 from locks_sglang import compat
-from locks_sglang.telemetry import METRICS
+from locks_sglang.telemetry import METRICS, TIER_METRICS
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,7 +16,8 @@ DASHBOARD = json.loads(make_dashboard.FILE.read_text())
 RULES = yaml.safe_load((ROOT / "docs/grafana/rules.yaml").read_text())
 # prometheus_client adds these to the names that the code declares.
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_sum", "_count", "_bucket")}
-EXPORTED = {name + suffix for name, (kind, _) in METRICS.items() for suffix in SUFFIXES[kind]}
+OURS = {**METRICS, **TIER_METRICS}
+EXPORTED = {name + suffix for name, (kind, _) in OURS.items() for suffix in SUFFIXES[kind]}
 
 
 def expressions() -> list[str]:
@@ -39,7 +40,7 @@ def test_our_metrics_exist() -> None:
 
 def test_every_metric_of_ours_is_shown() -> None:
     shown = {re.sub(r"_(total|sum|count|bucket)$", "", name) for name in asked("locks")}
-    assert shown == set(METRICS)
+    assert shown == set(OURS)
 
 
 @pytest.mark.parametrize("name", sorted(asked("sglang")))

@@ -31,6 +31,7 @@ def mean(histogram: str) -> str:
 
 
 ROWS_SPARSE, ROWS_DENSE = rate("locks:rows_sparse_total"), rate("locks:rows_dense_total")
+HITS, MISSES = rate("locks:hot_hits_total"), rate("locks:hot_misses_total")
 INTER_TOKEN, FIRST_TOKEN = "sglang:inter_token_latency_seconds", "sglang:time_to_first_token_seconds"
 
 # Title, unit, what it says, and the lines: legend -> expression.
@@ -113,6 +114,31 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         "bytes",
         "Of one rank; fixed when the server starts.",
         {"rank": f"max(locks:summary_bytes{WHERE})"},
+    ),
+    (
+        "Host tier: hot share",
+        "percentunit",
+        "Of the tiles that decode read, those that lay on the GPU. With --sparse-decode-kv-tier host, as the "
+        "next two; a low one makes the link the limit.",
+        {"hot": f"{HITS} / ({HITS} + {MISSES})"},
+    ),
+    (
+        "Host tier: bytes over the link",
+        "Bps",
+        "Read for decode, prefill and summaries, and written for every new token.",
+        {
+            "read": rate("locks:host_bytes_read_total"),
+            "written": rate("locks:host_bytes_written_total"),
+        },
+    ),
+    (
+        "Host tier: pages of the pool",
+        "short",
+        "Used by requests and by the prefix cache; of all ranks.",
+        {
+            "used": f"sum(locks:host_pages_used{WHERE})",
+            "free": f"sum(locks:host_pages_free{WHERE})",
+        },
     ),
 )
 
