@@ -118,8 +118,8 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "Host tier: hot share",
         "percentunit",
-        "Of the tiles that decode read, those that lay on the GPU; a low share makes the link the limit. With "
-        "--sparse-decode-kv-tier host, as the next two.",
+        "Of the tiles that decode read, those that lay on the GPU; a low share makes the link the limit. "
+        "With --sparse-decode-kv-tier host, as the next two.",
         {"hot": f"{HITS} / ({HITS} + {MISSES})"},
     ),
     (
