@@ -220,7 +220,7 @@ def test_screen(capsys: pytest.CaptureFixture[str]) -> None:
         "arXiv 2407.07850",
         "HBM3e reaches 4.35 TB/s",
         "measured on an NVIDIA H200",
-        "host tier: not built",
+        "host tier: not measured yet",
         "90% of the selected pages",
         "communication between ranks is not counted",
         "more than 32 requests at a time: extrapolated",

@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m locks_sglang plan",
         description="What a GPU can serve of a model, and how fast: dense, sparse with the KV cache on the "
-        "GPU, and sparse with it in host memory (the host tier, which is not built: planned figures only).",
+        "GPU, and sparse with it in host memory (the host tier: planned, not measured yet).",
     )
     parser.add_argument(
         "--model", type=Path, required=True, metavar="PATH", help="config.json or the folder that holds it"
@@ -170,7 +170,7 @@ def _assumptions(machine: Machine, arguments: argparse.Namespace, rows: list[dic
         *machine.assumptions,
         fixed,
         "every request has the full context; no prefix is shared; decode alone, no prefill between steps",
-        f"host tier: not built. It finds {arguments.hot_share:.0%} of the selected pages on the GPU (the "
+        f"host tier: not measured yet. It finds {arguments.hot_share:.0%} of the selected pages on the GPU (the "
         f"paper's Table 3: 89 to 91 %) with a cache of at least {capacity.HOT_SETS} times what a step "
         "selects; lookup, eviction and copies cost nothing besides their bytes, and no copy overlaps; KV "
         f"takes at most {capacity.HOST_SHARE:.0%} of the host's memory",
