@@ -1,0 +1,102 @@
+"""How much of a selection the next decode step keeps, and what a host tier's hot cache would have held.
+
+    python benchmark/selection_drift.py trace.jsonl
+
+``trace.jsonl`` is what a server with ``--sparse-decode-trace-file trace.jsonl`` wrote: the pages of every
+decode row and layer.  Each request is looked at alone; its lists go through the cache of
+``locks_kernels.tier`` (the reference on CPU tensors, no keys or values), of sizes in what one step reads.
+Steps in which a layer attends everything are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from locks_kernels import Selection, page_view, tier
+from locks_kernels.hot_cache import COUNTERS, HotCache
+
+SIZES = (1, 2, 4, 8)
+PAGE = 16
+WARM_UP = 8
+"""Steps of a request before hits count, in which the cache fills."""
+
+Steps = list[list[list[list[int]]]]
+"""Step after step, layer by layer: the pages of every KV head, the open one last."""
+
+
+def read(trace: Path) -> dict[str, Steps]:
+    """Decode steps of every request in which all layers were sparse."""
+    found: dict[str, dict[int, dict[int, list[list[int]]]]] = defaultdict(lambda: defaultdict(dict))
+    for text in trace.read_text().splitlines():
+        line = json.loads(text)
+        if line["pages"] is not None:
+            found[line["rid"]][line["seq_len"]][line["layer"]] = line["pages"]
+    requests = {}
+    for rid, steps in found.items():
+        layers = max(map(len, steps.values()))
+        whole = [steps[length] for length in sorted(steps) if len(steps[length]) == layers]
+        requests[rid] = [[step[layer] for layer in sorted(step)] for step in whole]
+    return requests
+
+
+def kept(steps: Steps) -> float:
+    """Share of the complete pages of a step's lists that the lists of the step before held."""
+    same = total = 0
+    for before, after in pairwise(steps):
+        for old, new in zip(before, after, strict=True):
+            for past, now in zip(old, new, strict=True):
+                same += len(set(past) & set(now[:-1]))
+                total += len(now) - 1
+    return same / total
+
+
+def hot_share(steps: Steps, size: float) -> float:
+    """Share of the complete pages read that a cache of ``size`` steps' reads held."""
+    layers, heads = len(steps[0]), len(steps[0][0])
+    width = max(len(pages) for step in steps for layer in step for pages in layer)
+    pages = 2 + max(max(pages) for step in steps for layer in step for pages in layer)
+    cache = HotCache.allocate(
+        layers=layers, pages=pages, kv_heads=heads, page_size=PAGE, head_dim=1, dtype=torch.float32,
+        capacity=round(size * layers * heads * (width - 1)), max_rows=1, width=width,
+    )  # fmt: skip
+    pool = [page_view(torch.zeros(pages * PAGE, heads, 1), PAGE)] * layers
+    table = torch.arange(pages, dtype=torch.int32).unsqueeze(0)
+    request, before = torch.zeros(1, dtype=torch.int64), cache.counters.clone()
+    for number, step in enumerate(steps):
+        if number == WARM_UP:
+            before = cache.counters.clone()
+        tier.begin_step(cache, pool, pool, table, torch.tensor([step[0][0][-1] * PAGE + 1]), request)
+        for layer, lists in enumerate(step):
+            chosen = torch.zeros(1, heads, width, dtype=torch.int32)
+            for head, selected in enumerate(lists):
+                chosen[0, head, : len(selected)] = torch.tensor(selected)
+            count = torch.tensor([len(lists[0])], dtype=torch.int32)
+            tier.resolve(cache, layer, Selection(chosen, chosen, count))
+    done = dict(zip(COUNTERS, (cache.counters - before).tolist(), strict=True))
+    return done["hits"] / (done["hits"] + done["misses"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="of the cache, in steps")
+    arguments = parser.parse_args()
+    for rid, steps in read(arguments.trace).items():
+        if len(steps) > 2 * WARM_UP:
+            shares = ", ".join(f"{size:g}: {hot_share(steps, size):.1%}" for size in arguments.sizes)
+            selected, present = len(steps[-1][0][0]), steps[-1][0][0][-1] + 1
+            print(
+                f"{rid[:8]}: {len(steps)} steps, {selected} of {present} pages; the next step keeps "
+                f"{kept(steps):.1%}; hot share by cache size: {shares}"
+            )
+
+
+if __name__ == "__main__":
+    main()
