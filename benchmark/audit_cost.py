@@ -104,7 +104,7 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
 def measure(runner: Any, batch_size: int, context: int, cycles: int) -> dict[str, Any]:
     """Times of the steps of a case by their place after an audit, and of the CUDA graph alone."""
     import torch
-    from graph_timing import replay_times
+    from graph_timing import OtherStreams, replay_times
     from locks_sglang import runtime
     from sglang.benchmark import one_batch
 
@@ -117,8 +117,10 @@ def measure(runner: Any, batch_size: int, context: int, cycles: int) -> dict[str
         tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
         # Every audited layer has had its turn, and what it runs is compiled, before the first time counts.
         warm_up = EVERY * 3
+        others = OtherStreams()
         with replay_times() as graph_times:
             for step in range(warm_up + EVERY * cycles):
+                others.touch()
                 before = state.audits_launched
                 one_batch.synchronize(runner.device)
                 start = time.perf_counter()

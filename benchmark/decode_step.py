@@ -5,7 +5,8 @@
 Every variant runs in a process of its own, one after another, on the same GPU: the model
 runner of SGLang with its CUDA graphs, driven directly, so that the step is all that is
 measured.  ``step_ms`` waits for the GPU after every step; ``pipelined_ms`` prepares a step while
-the GPU is at the one before, as SGLang's scheduler does by default.  A long context need not be
+the GPU is at the one before, as SGLang's scheduler does by default.  Other streams are kept in use,
+as they are in a server (``graph_timing.OtherStreams``).  A long context need not be
 prefilled: the pool is filled with keys and values that differ by layer, head and page, and the
 summaries are built by the product's own path.  Steps of few tokens run dense unless
 ``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
@@ -240,7 +241,7 @@ def fill_pool(runner: Any) -> None:
 def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Median step time of one case, of steps that overlap, and of the CUDA graph alone."""
     import torch
-    from graph_timing import gpu_clock_mhz, replay_times
+    from graph_timing import OtherStreams, gpu_clock_mhz, replay_times
     from sglang.benchmark import one_batch
 
     rows_before = decode_rows()
@@ -248,8 +249,10 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
         batch, extra = ready_batch(runner, batch_size, context, arguments)
         tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
         times = []
+        others = OtherStreams()
         with replay_times() as graph_times:
             for step in range(WARM_UP + arguments.steps):
+                others.touch()
                 one_batch.synchronize(runner.device)
                 start = time.perf_counter()
                 tokens, _ = one_batch.decode(tokens, batch, runner)
@@ -262,6 +265,7 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
             one_batch.synchronize(runner.device)
             start = time.perf_counter()
             for _ in range(arguments.steps):
+                others.touch()
                 tokens, _ = one_batch.decode(tokens, batch, runner)
             clock = gpu_clock_mhz()  # while the GPU is still at work
             one_batch.synchronize(runner.device)
@@ -271,6 +275,8 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
         "step_ms_min": round(min(times), 4),
         "step_ms_max": round(max(times), 4),
         "graph_ms": round(statistics.median(replays), 4) if replays else None,
+        "graph_ms_min": round(min(replays), 4) if replays else None,
+        "graph_ms_max": round(max(replays), 4) if replays else None,
         **extra,
     }
     if rows_before:
