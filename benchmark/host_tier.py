@@ -297,7 +297,7 @@ def tier_columns(before: dict[str, int], steps: int) -> dict[str, Any]:
 def print_table(rows: list[dict[str, Any]]) -> None:
     """All rows; the last column compares with the faster dense backend at its largest batch."""
     print(
-        f"{'context':>9}{'variant':>22}{'drift':>7}{'batch':>6}{'ITL ms':>9}{'tokens/s':>10}{'hot':>8}"
+        f"{'context':>9}{'variant':>28}{'drift':>7}{'batch':>6}{'ITL ms':>9}{'tokens/s':>10}{'hot':>8}"
         f"{'GB/step':>9}{'gain':>7}"
     )
     for row in sorted(rows, key=lambda row: row["context"]):
@@ -306,7 +306,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         hot = f"{100 * row['hot_share']:.1f} %" if row.get("hot_share") else "-"
         link = f"{row['link_bytes_per_step'] / 1e9:.2f}" if "link_bytes_per_step" in row else "-"
         print(
-            f"{row['context']:>9}{row['variant']:>22}{row['drift'] or '-':>7}{row['batch']:>6}"
+            f"{row['context']:>9}{row['variant']:>28}{row['drift'] or '-':>7}{row['batch']:>6}"
             f"{row['itl_ms']:>9.2f}{row['tokens_per_s']:>10.1f}{hot:>8}{link:>9}{gain:>7}"
         )
 
