@@ -244,6 +244,7 @@ PAGES: dict[Path, pages.Parts] = {
     ROOT / "docs" / "plan.md": {
         "constants": lambda: plan_report.constants(needed("decode_step")),
         "points": lambda: plan_report.points(needed("decode_step")),
+        "host_points": lambda: plan_report.host_points(newest("host_tier")),
         "gh200_host": plan_report.gh200_host,
         "gh200_one": plan_report.gh200_one,
         "gh200_plans": plan_report.gh200_plans,

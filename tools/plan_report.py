@@ -42,19 +42,19 @@ def model_of(name: str) -> PlanModel:
 
 
 def predict(row: dict[str, Any], fixed: Costs, machine: Machine | None = None) -> float:
-    """Milliseconds of a measured row's step; KV on the GPU."""
+    """Milliseconds of a measured row's step, at the hot share that was measured where there is one."""
     model = model_of(row["model"])
     machine = machine or MACHINES["h200"]
     tier = tier_of(row)
     config = LocksConfig(
         selector="locks", summary=row["format"] or "r6h", budget=row["budget"] or LocksConfig().budget
     )
-    moved = step_bytes(model, config, tier, row["batch"], row["context"])
+    moved = step_bytes(model, config, tier, row["batch"], row["context"], row.get("hot_share") or 0.0)
     return step_ms(model, machine, fixed, moved, tier, row["batch"])
 
 
 def tier_of(row: dict[str, Any]) -> str:
-    return "dense" if row["budget"] is None else "resident"
+    return "dense" if row["budget"] is None else row.get("tier", "resident")
 
 
 def usable(rows: Rows) -> Rows:
@@ -182,6 +182,39 @@ def pairs(result: dict[str, Any]) -> list[tuple[str, float, float]]:
     """Variant, measured and predicted milliseconds of every measured step."""
     fixed = costs.load()
     return [(row["variant"], row["step_ms"], predict(row, fixed)) for row in usable(result["rows"])]
+
+
+def host_points(result: dict[str, Any] | None) -> str:
+    """Every measured point of the host tier, its gain over the faster dense batch, and its prediction."""
+    if result is None:
+        return "Not measured yet."
+    table, worst = [], 0.0
+    for row in sorted(result["rows"], key=lambda row: (row["context"], row["tier"], row["variant"])):
+        dense = [r for r in result["rows"] if r["context"] == row["context"] and r["budget"] is None]
+        most = max((r["tokens_per_s"] for r in dense), default=None)
+        planned = predict(row, costs.load())
+        worst = max(worst, abs(planned / row["itl_ms"] - 1))
+        host = row["tier"] == "host"
+        table.append(
+            [
+                f"{row['batch']} x {row['context']:,}",
+                row["variant"].replace(":", " "),
+                f"{row['hot_gib']:.1f}" if host else "-",
+                f"{row['hot_share']:.1%}" if host else "-",
+                f"{row['link_bytes_per_step'] / 1e9:.2f}" if host else "-",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['tokens_per_s'] / most:.2f}x" if most else "-",
+                *_against(planned, row["itl_ms"]),
+            ]
+        )
+    head = [
+        "batch x context", "variant", "hot cache, GiB", "hot share", "GB a step over the link", "tokens/s",
+        "of dense", "measured, ms", "predicted", "off by",
+    ]  # fmt: skip
+    return (
+        f"Predictions are off by {worst:.1%} at worst. Measured: host_tier of {result['date']}, commit "
+        f"{result['commit']}.\n\n{pages.table(head, table)}"
+    )
 
 
 def gh200_one() -> str:
