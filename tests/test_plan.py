@@ -54,6 +54,31 @@ def test_every_measured_step_within_15_percent() -> None:
     assert {point: error for point, error in errors.items() if abs(error) > 0.15} == {}
 
 
+def test_host_tier_against_what_was_measured() -> None:
+    """The table has every row, its gain over the faster dense one, and what the plan says of it."""
+    common = {"model": "glm4-9b-1m-kv4", "context": 65536, "tp": 1}
+    dense = {
+        **common, "variant": "dense:fa3", "tier": "resident", "format": None, "budget": None, "batch": 12,
+        "itl_ms": 20.0, "tokens_per_s": 600.0,
+    }  # fmt: skip
+    slower = {**dense, "variant": "dense:flashinfer", "itl_ms": 30.0, "tokens_per_s": 400.0}
+    host = {
+        **common, "variant": "host:r4i4", "tier": "host", "format": "r4i4", "budget": 2048, "batch": 40,
+        "itl_ms": 25.0, "tokens_per_s": 1600.0, "hot_share": 0.9, "hot_gib": 20.0,
+        "link_bytes_per_step": 7e8,
+    }  # fmt: skip
+    page = plan_report.host_points({"rows": [host, slower, dense], "date": "d", "commit": "c"})
+    assert "| 40 x 65,536 | host r4i4 | 20.0 | 90.0% | 0.70 | 1,600 | 2.67x | 25.00 |" in page
+    assert page.count("1.00x") == 1 and page.count("0.67x") == 1
+    # 10 % of what 40 rows select comes over the link, not what is hot.
+    missed = 0.1 * 40 * 2048 * 81920
+    all_hot = plan_report.predict({**host, "hot_share": 1.0}, costs.load())
+    machine = MACHINES["h200"]
+    expected = all_hot + 1e3 * missed * (1 / machine.to_gpu - 1 / machine.hbm)
+    assert plan_report.predict(host, costs.load()) == pytest.approx(expected, rel=1e-6)
+    assert plan_report.host_points(None) == "Not measured yet."
+
+
 def test_costs_are_those_of_the_newest_steps() -> None:
     result = make_results.needed("decode_step")
     found = plan_report.fit(plan_report.usable(result["rows"]), plan_report.source_of(result))
