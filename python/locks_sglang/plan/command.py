@@ -170,8 +170,8 @@ def _assumptions(machine: Machine, arguments: argparse.Namespace, rows: list[dic
         *machine.assumptions,
         fixed,
         "every request has the full context; no prefix is shared; decode alone, no prefill between steps",
-        f"host tier: not measured yet. It finds {arguments.hot_share:.0%} of the selected pages on the GPU (the "
-        f"paper's Table 3: 89 to 91 %) with a cache of at least {capacity.HOT_SETS} times what a step "
+        f"host tier: not measured yet. It finds {arguments.hot_share:.0%} of the selected pages on the GPU "
+        f"(the paper's Table 3: 89 to 91 %) with a cache of at least {capacity.HOT_SETS} times what a step "
         "selects; lookup, eviction and copies cost nothing besides their bytes, and no copy overlaps; KV "
         f"takes at most {capacity.HOST_SHARE:.0%} of the host's memory",
     ]
