@@ -40,6 +40,7 @@ import decode_step
 import results_file
 import torch
 from gpu_memory import ballast, in_use_gib
+from graph_timing import OtherStreams
 from locks_sglang.plan.machines import MACHINES
 
 VARIANTS = "dense:fa3,dense:flashinfer,host:r4i4"
@@ -228,7 +229,7 @@ def measure(
     """A row for each drift, of one batch that goes on decoding."""
     from sglang.benchmark import one_batch
 
-    rows = []
+    rows, others = [], OtherStreams()
     with torch.no_grad():
         batch, extra = decode_step.filled(runner, batch_size, context)
         tokens = torch.zeros(batch_size, dtype=torch.int64, device=runner.device)
@@ -242,6 +243,7 @@ def measure(
                 one_batch.synchronize(runner.device)
                 started = time.perf_counter()
                 for _ in range(arguments.steps // PARTS):
+                    others.touch()
                     tokens, _ = one_batch.decode(tokens, batch, runner)
                     seen.append(tokens)
                 one_batch.synchronize(runner.device)
