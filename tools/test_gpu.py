@@ -37,9 +37,11 @@ PREBUILD = (
     ("tests/kernels/prebuild.py",),
     ("tests/kernels/test_score_gpu.py",),
 )
+HOST_TIER = ("tests/server/test_host_tier.py", "tests/server/test_host_tier_gpu.py")
 PARTS = {
     "kernels": ["tests/kernels", *map(str, sorted(ROOT.glob("tests/[pt]*/test_*_gpu.py")))],
-    "server": ["tests/server"],
+    "server": ["tests/server", *(f"--ignore={path}" for path in HOST_TIER)],
+    "host_tier": list(HOST_TIER),
 }
 Row = dict[str, Any]
 
