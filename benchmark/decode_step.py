@@ -6,10 +6,10 @@ Every variant runs in a process of its own, one after another, on the same GPU: 
 runner of SGLang with its CUDA graphs, driven directly, so that the step is all that is
 measured.  ``step_ms`` waits for the GPU after every step; ``pipelined_ms`` prepares a step while
 the GPU is at the one before, as SGLang's scheduler does by default.  Other streams are kept in use,
-as they are in a server (``graph_timing.OtherStreams``).  A long context need not be
-prefilled: the pool is filled with keys and values that differ by layer, head and page, and the
-summaries are built by the product's own path.  Steps of few tokens run dense unless
-``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
+so that no variant has shorter gaps between its kernels by chance (``graph_timing.OtherStreams``).
+A long context need not be prefilled: the pool is filled with keys and values that differ by layer,
+head and page, and the summaries are built by the product's own path.  Steps of few tokens run dense
+unless ``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
 ``--prefill`` really prefills, to prove that this gives the same step time.
 """
 

@@ -60,12 +60,12 @@ def replay_times() -> Iterator[Callable[[], list[float]]]:
 
 
 class OtherStreams:
-    """Keeps further CUDA streams of the process in use, as those of a server are.
+    """Keeps further CUDA streams of the process in use, so that all variants are measured in one state.
 
-    While a process works on one stream alone, the kernels of its graphs follow each other 0.2 to 0.5 us
-    sooner, which is 4 % of a decode step of 600 kernels (docs/kernels.md). A server never does: it computes
-    on one stream and copies on others. A benchmark that leaves this to chance compares one process that
-    has touched a second stream with one that has not.
+    Once a process has worked on a second stream, the kernels of its graphs may follow each other 0.2 to
+    0.5 us later, which is 4 % of a decode step of 600 kernels; some eager work makes the gaps short again
+    (docs/kernels.md). Left to chance, one variant has short gaps and the next one has not. This makes them
+    long for all.
     """
 
     def __init__(self, count: int = 2) -> None:

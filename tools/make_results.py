@@ -73,21 +73,49 @@ def step_times(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[s
     return cases
 
 
-def decode_step() -> str:
-    """Milliseconds of every variant, and the ratio of the faster dense backend to each sparse one."""
-    result = needed("decode_step")
+def step_table(result: dict[str, Any], time: str) -> str:
+    """One time of every variant, and the ratio of the faster dense backend's to each sparse one's."""
     variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
     dense = [name for name in variants if name.startswith("dense")]
     sparse = [name for name in variants if not name.startswith("dense")]
     rows = []
     for case, found in step_times(result).items():
-        fastest = min(found[name]["step_ms"] for name in dense)
-        cells = [f"{found[name]['step_ms']:.2f}" for name in dense]
-        cells += [
-            f"{found[name]['step_ms']:.2f} ({fastest / found[name]['step_ms']:.2f}x)" for name in sparse
-        ]
+        fastest = min(found[name][time] for name in dense)
+        cells = [f"{found[name][time]:.2f}" for name in dense]
+        for name in sparse:
+            ran_dense = " D" if found[name].get("dense_rows_share") else ""
+            cells.append(f"{found[name][time]:.2f} ({fastest / found[name][time]:.2f}x){ran_dense}")
         rows.append([f"{case[0]} x {case[1]:,}", *cells, f"{PAPER[case]:.2f}x" if case in PAPER else "-"])
     head = ["batch x context", *(f"{name.replace(':', ' ')}, ms" for name in dense + sparse), "paper, r8i4"]
+    return pages.table(head, rows)
+
+
+def decode_step() -> str:
+    """Steps that overlap, as a server's do, and steps that are waited for."""
+    result = needed("decode_step")
+    return (
+        "A step while the next one is prepared (`pipelined_ms`):\n\n"
+        f"{step_table(result, 'pipelined_ms')}\n\n"
+        "A step that is waited for (`step_ms`), with all of the host's part:\n\n"
+        f"{step_table(result, 'step_ms')}\n\n"
+        "D: a step of so few tokens that it ran dense, in a sparse server "
+        f"(`--sparse-decode-dense-below`).\n\n{origin(result)}"
+    )
+
+
+def prefilled() -> str:
+    """Steps behind a context that was really prefilled, beside those behind a filled pool."""
+    result = needed("decode_step_prefilled")
+    filled = step_times(needed("decode_step"))
+    rows = []
+    for case, found in step_times(result).items():
+        for name, row in found.items():
+            if name.startswith("dense") or row.get("dense_rows_share"):
+                continue
+            other = filled[case][name]["graph_ms"]
+            cells = [f"{case[0]} x {case[1]:,}", name.replace(":", " "), f"{row['graph_ms']:.2f}"]
+            rows.append([*cells, f"{other:.2f}", f"{row['graph_ms'] / other - 1:+.1%}"])
+    head = ["batch x context", "variant", "prefilled, GPU alone, ms", "filled pool, ms", "difference"]
     return f"{pages.table(head, rows)}\n\n{origin(result)}"
 
 
@@ -122,18 +150,22 @@ def audit_cost(machine: str) -> str:
 
 
 def gains() -> str:
-    """The README's short table."""
+    """The README's short table: steps that overlap, as in a server."""
     result = needed("decode_step")
+    sparse = ("locks:r4i4", "locks:r8i4")
     rows = []
     for (batch, context), found in step_times(result).items():
-        cells = [f"{batch} x {context:,}"]
-        for time in ("step_ms", "graph_ms"):
-            fastest = min(row[time] for name, row in found.items() if name.startswith("dense"))
-            best = found["locks:r6h"][time]
-            cells += [f"{fastest:.1f}", f"{best:.1f}", f"{fastest / best:.2f}x"]
+        fastest = min(row["pipelined_ms"] for name, row in found.items() if name.startswith("dense"))
+        cells = [f"{batch} x {context:,}", f"{fastest:.2f}"]
+        for name in sparse:
+            ran_dense = " (dense)" if found[name].get("dense_rows_share") else ""
+            time = found[name]["pipelined_ms"]
+            cells += [f"{time:.2f}{ran_dense}", f"{fastest / time:.2f}x"]
         rows.append(cells)
-    head = ["batch x context", "dense step, ms", "sparse step, ms", "speedup"]
-    return pages.table([*head, "dense, GPU alone", "sparse, GPU alone", "speedup"], rows)
+    head = ["batch x context", "dense, ms"]
+    for name in sparse:
+        head += [f"sparse {name[6:]}, ms", "speedup"]
+    return pages.table(head, rows)
 
 
 def kernel_times() -> str:
@@ -236,6 +268,7 @@ def figures() -> None:
 PAGES: dict[Path, pages.Parts] = {
     ROOT / "docs" / "results.md": {
         "decode_step": decode_step,
+        "prefilled": prefilled,
         "audit_cost": lambda: audit_cost("h200"),
         "throughput": lambda: throughput("h200"),
         "cpu_step": cpu_step,

@@ -58,8 +58,12 @@ def tier_of(row: dict[str, Any]) -> str:
 
 
 def usable(rows: Rows) -> Rows:
-    """Steps of what the planner knows: dense ones, and those that score records of the paper's kind."""
-    return [row for row in rows if row["tp"] == 1 and row["backend"] not in ("quest", "oracle")]
+    """Steps of what the planner knows: dense ones, and those that score records of the paper's kind.
+
+    Not the dense steps of a sparse server, which a dense server's stand for.
+    """
+    known = [row for row in rows if row["tp"] == 1 and row["backend"] not in ("quest", "oracle")]
+    return [row for row in known if not row.get("dense_rows_share")]
 
 
 def root(row: dict[str, Any]) -> list[float]:
