@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from locks_kernels import page_view
 from locks_sglang.config import LocksConfig
-from locks_sglang.tier import pool, ranks
+from locks_sglang.tier import capacity, host_memory, pool, ranks
+from locks_sglang.tier.host_memory import HostMemory, Registration
 from locks_sglang.tier.staging import PrefillStaging
 
 pytestmark = [
@@ -24,6 +27,29 @@ GPU = torch.device("cuda")
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "rank", lambda: 0)
     monkeypatch.setattr(ranks, "gather", lambda mine: [mine])
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Addresses that are registered with the GPU; of what a test made none may stay so after it."""
+    held: set[int] = set()
+    cuda = host_memory.with_cuda()
+
+    def register(address: int, nbytes: int) -> str | None:
+        said = cuda.register(address, nbytes)
+        held.update(() if said else (address,))
+        return said
+
+    def unregister(address: int) -> str | None:
+        held.discard(address)
+        return cuda.unregister(address)
+
+    monkeypatch.setattr(pool, "with_cuda", lambda: Registration(register, unregister))
+    monkeypatch.setattr(pool, "_held", of_the_pool := [])
+    yield held
+    of_the_pool.clear()
+    gc.collect()
+    assert not held
 
 
 def host_pool() -> Any:
@@ -41,6 +67,20 @@ def test_the_gpu_and_the_cpu_see_the_same_bytes() -> None:
     seen = made.memory.tensor()[-buffer.nbytes - (made.memory.nbytes - 2 * LAYERS * buffer.nbytes) :]
     seen = seen[: buffer.nbytes].view(torch.bfloat16)
     assert torch.equal(seen, (torch.arange(buffer.numel()) % 251).bfloat16())
+
+
+def test_memory_that_nothing_uses_can_be_had_again(registered: set[int]) -> None:
+    """Mapped where it lay, without having been closed (CUDA error 712 while it stays registered)."""
+    registration = pool.with_cuda()
+    node = capacity.node_of(GPU)
+    for _ in range(3):
+        memory = HostMemory(64 << 20, node=node, registration=registration, chunk=16 << 20)
+        tensor = host_memory.on_gpu(memory.tensor())
+        del memory
+        gc.collect()
+        assert len(registered) == 4 and not bool(tensor.any())
+        del tensor
+        assert not registered
 
 
 def test_sglang_stores_into_it(monkeypatch: pytest.MonkeyPatch) -> None:

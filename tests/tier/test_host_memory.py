@@ -4,6 +4,8 @@ import ctypes
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,8 @@ class FakeGpu:
     def register(self, address: int, nbytes: int) -> str | None:
         if self.fail_at is not None and len(self.held) == self.fail_at:
             return "out of memory (2)"
+        if any(address < start + size and start < address + nbytes for start, size in self.held.items()):
+            return "already mapped (712)"
         # A GPU pins pages: they must be there.
         assert ctypes.string_at(address, 1) == ctypes.string_at(address + nbytes - 1, 1) == b"\0"
         self.held[address] = nbytes
@@ -39,6 +43,7 @@ class FakeGpu:
         return None
 
     def unregister(self, address: int) -> str | None:
+        assert mapped(address), "it is still there"
         del self.held[address]
         self.log.append(("unregister", address))
         return "unknown address (1)" if self.stuck else None
@@ -106,6 +111,49 @@ def test_it_holds_what_is_written() -> None:
         memory.close()
     del view
     memory.close()
+
+
+def test_memory_that_was_not_closed_is_registered_as_long_as_a_tensor_of_it_lives() -> None:
+    """Then it is unregistered, so that what comes to lie at its address can be registered."""
+    gpu = FakeGpu()
+    memory = HostMemory(8 * MIB, node=NODE, registration=gpu.registration, chunk=2 * MIB)
+    start, view = memory.address, memory.tensor()[6:].view(2, -1)
+    del memory
+    assert len(gpu.held) == 4 and mapped(start)
+    assert not view.any()
+    del view
+    assert not gpu.held and not mapped(start)
+    for _ in range(3):  # the system gives the same address again
+        HostMemory(8 * MIB, node=NODE, registration=gpu.registration, chunk=2 * MIB)
+
+
+def test_an_error_of_memory_that_nothing_uses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = FakeGpu(stuck=True)
+    with caplog.at_level(logging.ERROR):
+        HostMemory(4 * MIB, node=NODE, registration=gpu.registration, chunk=2 * MIB)
+    assert caplog.text.count("nothing uses any more: unknown address (1)") == 2
+
+
+def test_a_tensor_of_the_gpu_holds_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps the object that it makes such a tensor from."""
+    gpu = FakeGpu()
+    kept: list[Any] = []
+
+    def as_tensor(shown: Any, device: str) -> Any:
+        kept.append(shown)
+        address, _ = shown.__cuda_array_interface__["data"]
+        same = SimpleNamespace(data_ptr=lambda: address)
+        same.view = lambda _: same
+        return same
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    memory = HostMemory(4 * MIB, node=NODE, registration=gpu.registration)
+    start = memory.address
+    assert host_memory.on_gpu(memory.tensor()).data_ptr() == start
+    del memory
+    assert gpu.held and mapped(start)
+    kept.clear()
+    assert not gpu.held and not mapped(start)
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 3])

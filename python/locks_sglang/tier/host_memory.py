@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Registration:
 
 
 def with_cuda() -> Registration:
-    """Registration with torch's CUDA runtime, on its current device.  It has not been run on a GPU yet."""
+    """Registration with torch's CUDA runtime, on its current device."""
     runtime = torch.cuda.cudart()
 
     def said(name: str, code: int) -> str | None:
@@ -73,6 +74,7 @@ def unregistered() -> Registration:
 class HostMemory:
     """``nbytes`` of zeroed host memory that the GPU can address, until :meth:`close`.
 
+    Without it, until the last tensor of it is gone: it is unregistered then, before it is given back.
     Check before with :func:`locks_sglang.tier.limits.check`, for all ranks together.
 
     Args:
@@ -97,15 +99,13 @@ class HostMemory:
             )
         self.nbytes = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
         self.node = node
-        self._registration = registration
-        self._registered: list[int] = []
-        self._map = _map(self.nbytes)
+        self._map = _map(self.nbytes, registration)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         try:
             numa.prefer(self.address, self.nbytes, node)
             touch(self.address, self.nbytes, _cpus(node, root))
             check_place(numa.placed(self.address, self.nbytes, root), node, host_nodes(nodes(root)))
-            self._register(chunk)
+            self._map.register(self.address, chunk)
         except BaseException:
             # The first error is the one to tell.
             for said in self._release():
@@ -130,46 +130,72 @@ class HostMemory:
 
     def _release(self) -> list[str]:
         """What went wrong with each chunk that could not be unregistered."""
-        wrong = []
-        while self._registered:
-            said = self._registration.unregister(self._registered.pop())
-            wrong += [said] if said else []
+        wrong = self._map.unregister()
         self._map.close()
         return wrong
-
-    def _register(self, chunk: int) -> None:
-        starts = range(0, self.nbytes, chunk)
-        for number, start in enumerate(starts, 1):
-            size = min(chunk, self.nbytes - start)
-            said = self._registration.register(self.address + start, size)
-            if said:
-                raise LocksError(
-                    f"chunk {number} of {len(starts)} of the host memory ({gib(size)}, after {gib(start)} "
-                    f"of {gib(self.nbytes)}): {said}; everything is released again; legal: less host "
-                    "memory, or a higher limit of locked memory (ulimit -l)"
-                )
-            self._registered.append(self.address + start)
 
 
 def on_gpu(host: torch.Tensor) -> torch.Tensor:
     """The registered memory of a contiguous tensor as one of the current GPU, which addresses it as it is.
 
-    Not run on a GPU yet.
+    It holds the memory as any other tensor of it does.
 
     Raises:
         LocksError: the GPU has another address for it.
     """
-
-    class Memory:
-        def __init__(self) -> None:
-            self.__cuda_array_interface__ = {
-                "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3,
-            }  # fmt: skip
-
-    mapped = torch.as_tensor(Memory(), device="cuda")
+    mapped = torch.as_tensor(_Shown(host), device="cuda")
     if mapped.data_ptr() != host.data_ptr():
         raise LocksError("host memory has another address on this GPU; legal: GPUs with unified addressing")
     return mapped.view(host.dtype).view(host.shape)
+
+
+class _Shown:
+    """What torch makes a tensor of the GPU from, and keeps as long as that lives."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that unregisters itself before it goes, whoever held it last.
+
+    Memory that is given back while it is registered stays so: the next mapping at its address cannot be
+    registered (CUDA error 712).
+    """
+
+    registration: Registration
+    registered: list[int]
+
+    def register(self, address: int, chunk: int) -> None:
+        starts = range(0, len(self), chunk)
+        for number, start in enumerate(starts, 1):
+            size = min(chunk, len(self) - start)
+            said = self.registration.register(address + start, size)
+            if said:
+                raise LocksError(
+                    f"chunk {number} of {len(starts)} of the host memory ({gib(size)}, after {gib(start)} "
+                    f"of {gib(len(self))}): {said}; everything is released again; legal: less host "
+                    "memory, or a higher limit of locked memory (ulimit -l)"
+                )
+            self.registered.append(address + start)
+
+    def unregister(self) -> list[str]:
+        """What went wrong with each chunk that could not be unregistered."""
+        wrong = []
+        while self.registered:
+            said = self.registration.unregister(self.registered.pop())
+            wrong += [said] if said else []
+        return wrong
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Not for what could not be mapped, nor where modules are being taken apart: the end of a process
+        # unregisters everything.
+        if hasattr(self, "registered") and not is_finalizing():
+            for said in self.unregister():
+                logger.error("Host memory that nothing uses any more: %s", said)
 
 
 def touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
@@ -213,12 +239,13 @@ def check_place(found: dict[int, int] | None, node: int, legal: list[int]) -> No
         )
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def _map(nbytes: int, registration: Registration) -> _Mapping:
     """A private anonymous mapping, in huge pages where the system has them, that children do not get."""
     try:
-        found = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        found = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise LocksError(f"host memory of {gib(nbytes)} cannot be mapped: {error}; legal: less") from None
+    found.registration, found.registered = registration, []
     # A child's copy of a registered page would take the page from the GPU.
     found.madvise(mmap.MADV_DONTFORK)
     # A system without them is slower to touch, and otherwise the same.
