@@ -171,7 +171,7 @@ def _host_memory(machine: Machine) -> str:
         for node in machine.numa
     ]
     limit = "no limit" if machine.memlock is None else f"at most {machine.memlock / 2**20:,.0f} MiB"
-    return "; ".join([*nodes, f"locked memory: {limit} (for a host tier, which is not built yet)"])
+    return "; ".join([*nodes, f"locked memory: {limit} (for a host tier)"])
 
 
 def _model(model: ModelFacts) -> str:

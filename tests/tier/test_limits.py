@@ -54,6 +54,16 @@ def test_the_reserve_is_kept(tmp_path: Path) -> None:
         check(ask(420), tmp_path, PLENTY)
 
 
+def test_an_only_node_of_a_made_up_size_refuses_nothing(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    machine.node(0, "0-15", 8, 7)
+    machine.available(124)
+    machine.status()
+    check(ask(120), tmp_path, PLENTY)
+    with pytest.raises(LocksError, match=r"121.0 GiB \(rank 0\).*120.0 GiB"):
+        check(ask(121), tmp_path, PLENTY)
+
+
 @pytest.mark.parametrize(
     ("node", "why"),
     [

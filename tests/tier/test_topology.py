@@ -66,6 +66,21 @@ def test_a_system_without_numa_is_one_node(tmp_path: Path) -> None:
     assert nodes(tmp_path) == {0: node} and node_of_gpu("0000:01:00.0", tmp_path) == 0
 
 
+def test_an_only_node_of_a_made_up_size(tmp_path: Path) -> None:
+    """gVisor shows 8 GiB where there are 125; what is free is then the system's figure."""
+    machine = FakeMachine(tmp_path)
+    machine.available(900)
+    machine.node(0, "0-15", 8, 7, distances="10")
+    node = nodes(tmp_path)[0]
+    assert (len(node.cpus), node.total, node.free, node.distances) == (16, 999 * GIB, 900 * GIB, {0: 10})
+    # Firmware and the kernel take a little of a node; and of several none can have all.
+    machine.node(0, "0-15", 990, 400)
+    assert nodes(tmp_path)[0].free == 400 * GIB
+    machine.node(0, "0-15", 8, 7)
+    machine.node(1, "16-31", 8, 6)
+    assert [node.free for node in nodes(tmp_path).values()] == [7 * GIB, 6 * GIB]
+
+
 def test_numbers() -> None:
     assert numbers_of("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11} and numbers_of("\n") == frozenset()
 

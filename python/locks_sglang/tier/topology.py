@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import LocksError
 
 ROOT = Path("/")
 _NODES = "sys/devices/system/node"
+_BELIEVED = 0.5
+"""Share of the machine's memory that a node must have to be believed, where there is no other."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ class Node:
 
 
 def nodes(root: Path = ROOT) -> dict[int, Node]:
-    """Nodes by number; where the system knows no NUMA, or its names alone, one node 0 with all of it."""
+    """Nodes by number; where the system knows no NUMA, or its names alone, one node 0 with all of it.
+
+    An only node has all of the machine's memory, too, where its own file tells of less than half.
+    """
     folder = root / _NODES
     numbers = sorted(int(path.name[4:]) for path in folder.glob("node[0-9]*"))
     found = {}
@@ -47,8 +52,15 @@ def nodes(root: Path = ROOT) -> dict[int, Node]:
             # The file has one figure for each node, in their order.
             dict(zip(numbers, map(int, distances), strict=False)),
         )
-    # Sandboxes (gVisor) show a folder of a node with neither its CPUs nor its memory.
-    return found if host_nodes(found) else {0: _all_of_it(root)}
+    # Sandboxes (gVisor) show a folder of a node with neither its CPUs nor its memory,
+    if not host_nodes(found):
+        return {0: _all_of_it(root)}
+    # or with a made-up size.
+    if len(found) == 1:
+        (node,), whole = found.values(), _all_of_it(root)
+        if node.total < _BELIEVED * whole.total:
+            return {node.number: replace(node, total=whole.total, free=whole.free)}
+    return found
 
 
 def host_nodes(found: dict[int, Node]) -> list[int]:
