@@ -76,7 +76,7 @@ def hot_share(steps: Steps, size: float) -> float:
             for head, selected in enumerate(lists):
                 chosen[0, head, : len(selected)] = torch.tensor(selected)
             count = torch.tensor([len(lists[0])], dtype=torch.int32)
-            tier.resolve(cache, layer, Selection(chosen, chosen, count))
+            tier.resolve(cache, layer, Selection(chosen, chosen, count), None)
     done = dict(zip(COUNTERS, (cache.counters - before).tolist(), strict=True))
     return done["hits"] / (done["hits"] + done["misses"])
 

@@ -5,8 +5,9 @@
 GLM-4-9B-Chat-1M's layer, some layers instead of forty, in one CUDA graph a step. There is no model: page
 lists drift as told. In every step each (row, KV head) replaces a share of its pages (5, 10 and 20 %, for
 hot shares of about 95, 90 and 80 %) by pages drawn from its whole context, so a page may come back; the
-share that the cache really served is measured. A graph of resolve alone, one with fill and one with attend
-run through the same steps, and the differences are the parts. "resident" is attend on a pool on the GPU.
+share that the cache really served is measured. A graph with a resolve that copies nothing, one in which it
+copies and one with attend run through the same steps, and the differences are the parts: "resolve" (with
+write_open and a share of begin_step), "fill", "attend". "resident" is attend on a pool on the GPU.
 """
 
 from __future__ import annotations
@@ -146,9 +147,8 @@ class Inputs:
         for layer, selection in enumerate(self.selections):
             keys, values = self.keys[layer], self.values[layer]
             tier.write_open(cache, layer, self.new, self.new, self.lengths, self.requests)
-            sources = tier.resolve(cache, layer, selection, self.requests, out=self.sources)
-            if "fill" in parts:
-                tier.fill(cache, layer, keys, values)
+            pool = (keys, values) if "fill" in parts else None
+            sources = tier.resolve(cache, layer, selection, pool, self.requests, out=self.sources)
             if "attend" in parts:
                 attend(
                     self.queries, keys, values, sources, self.table, self.lengths, HEAD_DIM**-0.5,
@@ -214,6 +214,8 @@ def measure(inputs: Inputs, replaced: float, size: int, steps: list[torch.Tensor
     found["hot_share"] = round(counted["hits"] / reads, 4)
     found["link_bytes_per_step"] = round(link_bytes)
     found["link_gb_s"] = round(link_bytes / (times["us"] * inputs.case.layers) / 1e3, 1)
+    filled = counted["fills"] * cache.tile_bytes / (len(steps) - WARM_UP) / inputs.case.layers
+    found["fill_gb_s"] = round(filled / found["fill_us"] / 1e3, 1) if filled else None
     return found
 
 
@@ -253,7 +255,8 @@ def main() -> None:
         parts = ", ".join(f"{part} {found[f'{part}_us']:.1f}" for part in PARTS)
         print(
             f"cache {size} steps, {100 * replaced:.0f} % replaced: {found['us']:.1f} us a layer ({parts}), "
-            f"hot {100 * found['hot_share']:.1f} %, {found['link_gb_s']} GB/s",
+            f"hot {100 * found['hot_share']:.1f} %, {found['link_gb_s']} GB/s, "
+            f"in fill {found['fill_gb_s']}",
             flush=True,
         )
     if arguments.out:

@@ -12,7 +12,7 @@ and that did not, tiles copied into the cache, and reads served by the host pool
 
 CLOCK, HAND, CALLS, MISSING, COPIES = range(5)
 """Entries of ``HotCache.state``: the decode step, where the next victims are looked for, calls of
-``resolve``, tiles that the running call misses, and tiles for the next ``fill``."""
+``resolve``, tiles that the running call misses, and places in the list of those to be copied."""
 
 NOBODY = -1
 WINDOW = 128

@@ -6,8 +6,8 @@ page that each request is writing.  So residency decides how fast a step is and 
     begin_step            once a decode step: clock, open pages, generations
     a layer:
       write_open          the new token's K and V (they go to the host pool too)
-      resolve             page lists -> sources: where each tile is read from; misses and their slots
-      fill                misses: host pool -> their slots
+      resolve             page lists -> sources: where each tile is read from; misses get slots, and are
+                          copied there from the host pool
       attend(hot=...)     over both pools
     invalidate            after every forward that is not a decode step: its pages were written
 
@@ -97,12 +97,13 @@ def resolve(
     cache: HotCache,
     layer: int,
     selection: Selection,
+    pool: tuple[torch.Tensor, torch.Tensor] | None,
     requests: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Selection:
-    """Say where the tiles of a layer's page lists are read from, and give slots to those that are missing.
+    """Say where the tiles of a layer's page lists are read from, and take in those that are missing.
 
     A tile that is read is kept for this step and the next.  Missing ones get the slots of those that were
     not read for longest among ``LOOK`` looked at for each; where there are too few, the rest is read from
@@ -112,20 +113,24 @@ def resolve(
     without a list (``counts`` above the width) are read from the host pool; they take nothing in.
 
     Args:
-        cache: the cache; its ``missing`` and ``targets`` tell :func:`fill` what to copy.
+        cache: the cache.
         layer: index in the pool.
         selection: what ``select`` returned.
+        pool: keys and values of the layer in the host pool, page views ``[pages, B, kv_heads, d]``; None:
+            nothing is copied, to find out what a cache would hold.
         requests: as for :func:`begin_step`; None: open pages are read from the host pool.
         out: int32, of the shape of ``selection.pages``, for the sources.
         impl: ``auto``, ``triton`` or ``torch``.
 
     Returns:
         The selection with sources for pages: a page of the host pool, or ``~slot`` (negative) of
-        ``cache.keys`` and ``cache.values``, where the tile will be once ``fill`` is done.
+        ``cache.keys`` and ``cache.values``.
 
     Raises:
-        ValueError: the lists are larger than the cache was made for.
+        ValueError: the lists are larger than the cache was made for, or the pool has another geometry.
     """
+    if pool is not None:
+        _check_pool(cache, *pool)
     pages = selection.pages
     if pages.numel() > len(cache.missing) or pages.shape[1] != cache.kv_heads:
         raise ValueError(
@@ -139,26 +144,8 @@ def resolve(
     if out is None:
         out = torch.zeros_like(pages, dtype=torch.int32)
     chosen = _implementation(impl, pages.device)
-    chosen.resolve(cache, layer, selection.pages, selection.counts, requests, out)
+    chosen.resolve(cache, layer, selection.pages, selection.counts, requests, pool, out)
     return replace(selection, pages=out)
-
-
-def fill(
-    cache: HotCache, layer: int, keys: torch.Tensor, values: torch.Tensor, *, impl: str = "auto"
-) -> None:
-    """Copy the tiles that the last :func:`resolve` gave slots to.
-
-    Args:
-        cache: the cache.
-        layer: the layer of that call.
-        keys, values: the host pool of the layer, page views ``[pages, B, kv_heads, d]``.
-        impl: ``auto``, ``triton`` or ``torch``.
-
-    Raises:
-        ValueError: the pool has another geometry than the cache.
-    """
-    _check_pool(cache, keys, values)
-    _implementation(impl, cache.state.device).fill(cache, layer, keys, values)
 
 
 def _implementation(impl: str, device: torch.device) -> ModuleType:

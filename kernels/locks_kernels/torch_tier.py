@@ -62,6 +62,7 @@ def resolve(
     pages: torch.Tensor,
     counts: torch.Tensor,
     requests: torch.Tensor | None,
+    pool: tuple[torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
 ) -> None:
     """See :func:`locks_kernels.tier.resolve`."""
@@ -79,6 +80,8 @@ def resolve(
     cache.used[slots[hits]] = cache.state[CLOCK]
     missing = list(dict.fromkeys(tiles[complete & ~hits].tolist()))
     fills = _take_in(cache, missing)
+    if pool is not None:
+        _fill(cache, layer, *pool)
 
     slots = torch.where(complete, _look_up(cache, tiles), NOBODY)
     sources = torch.where(slots != NOBODY, ~slots, pages.long())
@@ -94,8 +97,8 @@ def resolve(
     cache.counters.add_(torch.tensor(added, device=pages.device))
 
 
-def fill(cache: HotCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """See :func:`locks_kernels.tier.fill`."""
+def _fill(cache: HotCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy the tiles that were given slots from the host pool of their layer."""
     copies = int(cache.state[COPIES])
     slots, tiles = cache.targets[:copies].long(), cache.missing[:copies].long()
     tiles, slots = tiles[slots != NOBODY], slots[slots != NOBODY]
@@ -120,7 +123,7 @@ def _look_up(cache: HotCache, tiles: torch.Tensor) -> torch.Tensor:
 
 
 def _take_in(cache: HotCache, missing: list[int]) -> int:
-    """Give slots to missing tiles and tell ``fill``; how many got one."""
+    """Give slots to missing tiles and tell ``_fill``; how many got one."""
     windows, share = plan(cache, len(missing))
     copies = min(len(missing), windows * share)
     table = cache.slot_of.view(-1)

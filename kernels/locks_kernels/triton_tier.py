@@ -1,9 +1,10 @@
 """The tier ops in Triton.  What they compute is in ``torch_tier``; here is how they share the work.
 
-``resolve`` is three launches, since each needs all of the one before: look up and claim, give slots,
-name the sources.  Blocks agree through two atomics only.  A missing tile is claimed by exchanging its table
-entry with a number that belongs to the call: who finds another number there was first.  The claimed tiles
-are dealt to windows of slots that do not overlap, so that no block asks another which victims it takes.
+``resolve`` is three launches, since each needs all of the one before: look up and claim, give slots, name
+the sources and copy.  Blocks agree through two atomics only.  A missing tile is claimed by exchanging its
+table entry with a number that belongs to the call: who finds another number there was first.  The claimed
+tiles are dealt to windows of slots that do not overlap, so that no block asks another which victims it
+takes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .pointers import pointer_table
 
 BLOCK = 128
 """Entries of a list that a program takes."""
-COPY_PROGRAMS = 256
-"""Programs that copy tiles, one after the other: enough to keep a link busy, few enough to be cheap."""
+COPY_PROGRAMS = 1024
+"""Most programs that copy tiles: one a tile at usual hit rates, few enough to be cheap where all hit."""
 
 CLOCK = tl.constexpr(hot_cache.CLOCK)
 HAND = tl.constexpr(hot_cache.HAND)
@@ -86,6 +87,7 @@ def resolve(
     pages: torch.Tensor,
     counts: torch.Tensor,
     requests: torch.Tensor | None,
+    pool: tuple[torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
 ) -> None:
     """See :func:`locks_kernels.tier.resolve`."""
@@ -94,32 +96,27 @@ def resolve(
         return
     lists = (pages, width, counts)
     tables = (cache.slot_of, cache.generation, cache.filled, cache.used, cache.state, cache.counters)
-    grid = (rows * heads, triton.cdiv(width, BLOCK))
+    blocks = triton.cdiv(width, BLOCK)
     first = layer * cache.pages * heads
-    _look_up_kernel[grid](*lists, *tables, cache.missing, first, heads, BLOCK=BLOCK)
+    _look_up_kernel[(rows * heads, blocks)](*lists, *tables, cache.missing, first, heads, BLOCK=BLOCK)
     windows = min(cache.windows, triton.cdiv(pages.numel() * hot_cache.LOOK, cache.window))
     if windows:
         _take_in_kernel[(windows,)](
             *tables, cache.owner, cache.missing, cache.targets, cache.capacity, cache.windows,
             cache.pages, heads, WINDOW=cache.window,
         )  # fmt: skip
-    _sources_kernel[grid](
-        *lists, cache.slot_of, cache.state, cache.counters, counts if requests is None else requests, out,
-        layer, cache.layers, first, heads, cache.capacity, cache.windows,
-        OPEN=requests is not None, BLOCK=BLOCK, WINDOW=cache.window,
-    )  # fmt: skip
-
-
-def fill(cache: HotCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """See :func:`locks_kernels.tier.fill`."""
-    if cache.capacity and len(cache.missing):
+    copiers = 0
+    if windows and pool is not None:
         # One program alone under the interpreter, which runs them one after the other.
-        programs = 2 if keys.device.type == "cpu" else min(COPY_PROGRAMS, len(cache.missing))
-        _fill_kernel[(programs,)](
-            cache.keys, cache.values, keys, *keys.stride()[:3], values, *values.stride()[:3],
-            cache.missing, cache.targets, cache.state, layer * cache.pages, cache.kv_heads,
-            B=cache.page_size, D=cache.head_dim,
-        )  # fmt: skip
+        copiers = 2 if pages.device.type == "cpu" else min(COPY_PROGRAMS, pages.numel())
+    keys, values = pool or (cache.keys, cache.values)
+    _finish_kernel[(copiers + rows * heads * blocks,)](
+        *lists, cache.slot_of, cache.state, cache.counters, counts if requests is None else requests, out,
+        layer, cache.layers, cache.pages, heads, cache.capacity, cache.windows, copiers, blocks,
+        cache.keys, cache.values, keys, *keys.stride()[:3], values, *values.stride()[:3],
+        cache.missing, cache.targets,
+        OPEN=requests is not None, BLOCK=BLOCK, WINDOW=cache.window, B=cache.page_size, D=cache.head_dim,
+    )  # fmt: skip
 
 
 # ---- the decode step ----------------------------------------------------------------------------------
@@ -216,11 +213,10 @@ def _write_open_kernel(
 
 
 @triton.jit
-def _entries(pages, width, counts, first, kv_heads, BLOCK: tl.constexpr):
-    """A program's entries, which of them are complete pages of a list, their pages, and their tiles."""
-    row_head = tl.program_id(0)
+def _entries(row_head, block, pages, width, counts, first, kv_heads, BLOCK: tl.constexpr):
+    """Entries of a block, which of them are complete pages of a list, their pages, and their tiles."""
     count = tl.load(counts + row_head // kv_heads).to(tl.int32)
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
     complete = (entry < count - 1) & (count <= width)
     page = tl.load(pages + row_head.to(tl.int64) * width + entry, mask=complete, other=0)
     return entry, count, complete, page, first + page * kv_heads + row_head % kv_heads
@@ -232,7 +228,8 @@ def _look_up_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mark the tiles that are there; claim and list the others."""
-    _, count, complete, page, tile = _entries(pages, width, counts, first, kv_heads, BLOCK)
+    row_head, block = tl.program_id(0), tl.program_id(1)
+    _, count, complete, page, tile = _entries(row_head, block, pages, width, counts, first, kv_heads, BLOCK)
     slot = tl.load(slot_of + tile, mask=complete, other=-1)
     held = slot >= 0
     stamp = tl.load(generation + page, mask=complete, other=0)
@@ -248,7 +245,7 @@ def _look_up_kernel(
     tl.store(missing + place, tile, mask=won == 1)
 
     misses = tl.sum(absent.to(tl.int64))
-    if (count > width) & (tl.program_id(1) == 0):
+    if (count > width) & (block == 0):
         misses += count - 1
     tl.atomic_add(counters + HITS, tl.sum(hit.to(tl.int64)))
     tl.atomic_add(counters + MISSES, misses)
@@ -272,6 +269,8 @@ def _take_in_kernel(
     number = tl.program_id(0)
     first = number * share
     wanted = tl.minimum(share, count - first)
+    if number == 0:
+        tl.store(state + COPIES, tl.minimum(count, in_use * share))
     if (number < in_use) & (wanted > 0):
         lane = tl.arange(0, WINDOW)
         inside = lane < capacity
@@ -304,14 +303,45 @@ def _take_in_kernel(
         tl.atomic_add(counters + FILLS, found.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["layer", "first"])
-def _sources_kernel(
-    pages, width, counts, slot_of, state, counters, requests, sources, layer, layers, first, kv_heads,
-    capacity, windows, OPEN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+@triton.jit(do_not_specialize=["layer", "copiers", "blocks"])
+def _finish_kernel(
+    pages, width, counts, slot_of, state, counters, requests, sources, layer, layers, pool_pages, kv_heads,
+    capacity, windows, copiers, blocks,
+    hot_keys, hot_values, keys, k_page, k_slot, k_head, values, v_page, v_slot, v_head, missing, targets,
+    OPEN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Where each entry is read from; the first program ends the call."""
-    entry, count, complete, page, tile = _entries(pages, width, counts, first, kv_heads, BLOCK)
-    row_head = tl.program_id(0)
+    """The first programs copy, since the link is what takes long; the others name sources meanwhile."""
+    number = tl.program_id(0)
+    if number < copiers:
+        copies = tl.load(state + COPIES)
+        for at in range(number, copies, copiers):
+            _fill(
+                at, hot_keys, hot_values, keys, k_page, k_slot, k_head, values, v_page, v_slot, v_head,
+                missing, targets, layer * pool_pages, kv_heads, B, D,
+            )  # fmt: skip
+    else:
+        number -= copiers
+        _name_sources(
+            number // blocks, number % blocks, pages, width, counts, slot_of, counters, requests, sources,
+            layer, layers, layer * pool_pages * kv_heads, kv_heads, capacity, OPEN, BLOCK,
+        )  # fmt: skip
+        if number == 0:
+            # Nobody else of this launch reads these.
+            in_use, _ = _plan(tl.load(state + MISSING), windows, WINDOW)
+            tl.store(state + HAND, (tl.load(state + HAND) + in_use * WINDOW) % tl.maximum(capacity, 1))
+            tl.store(state + CALLS, (tl.load(state + CALLS) + 1) & WRAP)
+            tl.store(state + MISSING, 0)
+
+
+@triton.jit
+def _name_sources(
+    row_head, block, pages, width, counts, slot_of, counters, requests, sources, layer, layers, first,
+    kv_heads, capacity, OPEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where each entry of a block is read from."""
+    entry, count, complete, page, tile = _entries(
+        row_head, block, pages, width, counts, first, kv_heads, BLOCK
+    )
     # What has a slot by now is fresh: a stale one was claimed.
     slot = tl.load(slot_of + tile, mask=complete, other=-1)
     source = tl.where(slot >= 0, -1 - slot, page)
@@ -327,30 +357,22 @@ def _sources_kernel(
     tl.store(sources + at, source, mask=complete | last)
 
     reads = tl.sum((complete & (slot < 0)).to(tl.int64))
-    if (count > width) & (tl.program_id(1) == 0):
+    if (count > width) & (block == 0):
         reads += count - 1
     tl.atomic_add(counters + HOST_READS, reads)
-    if (row_head == 0) & (tl.program_id(1) == 0):
-        missing = tl.load(state + MISSING)
-        in_use, share = _plan(missing, windows, WINDOW)
-        tl.store(state + COPIES, tl.minimum(missing, in_use * share))
-        tl.store(state + HAND, (tl.load(state + HAND) + in_use * WINDOW) % tl.maximum(capacity, 1))
-        tl.store(state + CALLS, (tl.load(state + CALLS) + 1) & WRAP)
-        tl.store(state + MISSING, 0)
 
 
-@triton.jit(do_not_specialize=["first_page"])
-def _fill_kernel(
-    hot_keys, hot_values, keys, k_page, k_slot, k_head, values, v_page, v_slot, v_head,
-    missing, targets, state, first_page, kv_heads, B: tl.constexpr, D: tl.constexpr,
+@triton.jit
+def _fill(
+    at, hot_keys, hot_values, keys, k_page, k_slot, k_head, values, v_page, v_slot, v_head,
+    missing, targets, first_page, kv_heads, B: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    copies = tl.load(state + COPIES)
-    for number in range(tl.program_id(0), copies, tl.num_programs(0)):
-        slot = tl.load(targets + number).to(tl.int64)
-        if slot >= 0:
-            tile = tl.load(missing + number)
-            page = (tile // kv_heads - first_page).to(tl.int64)
-            _copy_tile(
-                hot_keys, hot_values, slot, keys, k_page, k_slot, k_head,
-                values, v_page, v_slot, v_head, page, tile % kv_heads, B, D,
-            )  # fmt: skip
+    """One of the missing tiles from the host pool to its slot, if it got one."""
+    slot = tl.load(targets + at).to(tl.int64)
+    if slot >= 0:
+        tile = tl.load(missing + at)
+        page = (tile // kv_heads - first_page).to(tl.int64)
+        _copy_tile(
+            hot_keys, hot_values, slot, keys, k_page, k_slot, k_head,
+            values, v_page, v_slot, v_head, page, tile % kv_heads, B, D,
+        )  # fmt: skip

@@ -77,8 +77,8 @@ def tier_of_host_memory() -> None:
     lists = torch.zeros(rows, heads, width, dtype=torch.int32)
     selection = Selection(lists, lists, torch.full((rows,), 2, dtype=torch.int32))
     for given in (requests, None):
-        sources = tier.resolve(cache, 1, selection, given, impl="triton")
-    tier.fill(cache, 1, pool[1], pool[1], impl="triton")
+        for layer in ((pool[1], pool[1]), None):
+            sources = tier.resolve(cache, 1, selection, layer, given, impl="triton")
     queries = torch.zeros(rows, heads * 8, dim).bfloat16()
     for hot in ((cache.keys, cache.values), None):
         attend(

@@ -153,8 +153,7 @@ class Sequences(RuleBasedStateMachine):
         plain = (queries, keys, values, selection, table, lengths, 0.3)
         for impl, cache in self.caches.items():
             tier.write_open(cache, layer, *new, lengths, requests, impl=impl)
-            resolved = tier.resolve(cache, layer, selection, requests, impl=impl)
-            tier.fill(cache, layer, keys, values, impl=impl)
+            resolved = tier.resolve(cache, layer, selection, (keys, values), requests, impl=impl)
             self.check_sources(cache, layer, selection, resolved.pages, rows, requests)
             through = (queries, keys, values, resolved, table, lengths, 0.3)
             got = attend(*through, hot=(cache.keys, cache.values))

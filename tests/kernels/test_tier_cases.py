@@ -46,8 +46,8 @@ class Reader:
         for row, pages in enumerate(rows):
             lists[row, :, : len(pages)] = torch.tensor(pages)
         counts = torch.tensor([len(pages) + 1 for pages in rows], dtype=torch.int32)
-        found = tier.resolve(self.cache, 0, Selection(lists, lists, counts), impl=self.impl)
-        tier.fill(self.cache, 0, self.pool, -self.pool, impl=self.impl)
+        pool = self.pool, -self.pool
+        found = tier.resolve(self.cache, 0, Selection(lists, lists, counts), pool, impl=self.impl)
         for row, pages in enumerate(rows):
             for head in range(self.cache.kv_heads):
                 self.check(pages, found.pages[row, head].tolist(), head)
@@ -347,14 +347,14 @@ def test_calls_that_are_refused() -> None:
     lists = torch.zeros(1, 2, 4, dtype=torch.int32)
     ones = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="2 KV heads and at most 6 entries"):
-        tier.resolve(cache, 0, Selection(lists, lists, ones))
+        tier.resolve(cache, 0, Selection(lists, lists, ones), None)
     short = Selection(lists[..., :3].contiguous(), lists, ones)
     with pytest.raises(ValueError, match="open_rows=0; legal: None"):
-        tier.resolve(cache, 0, short, ones)
+        tier.resolve(cache, 0, short, None, ones)
     with pytest.raises(ValueError, match="must be contiguous"):
-        tier.resolve(cache, 0, Selection(lists[..., :3], lists, ones))
+        tier.resolve(cache, 0, Selection(lists[..., :3], lists, ones), None)
     with pytest.raises(ValueError, match=r"legal: \[200, 16, 2, 16\] torch.float32"):
-        tier.fill(cache, 0, pool[:5], pool[:5])
+        tier.resolve(cache, 0, short, (pool[:5], pool[:5]))
     with pytest.raises(ValueError, match="a pool of 2 layers; legal: 1"):
         tier.begin_step(cache, [pool, pool], [pool, pool], lists[:, 0], ones, ones)
     with pytest.raises(ValueError, match=r"hot keys .*legal: \[tiles, 16, 16\] torch.float32"):

@@ -95,8 +95,7 @@ def test_bits_of_a_resident_pool(capacity: int, impl: str) -> None:
         tier.begin_step(cache, keys, values, decode.table, decode.lengths, decode.requests)
         for layer in range(LAYERS):
             tier.write_open(cache, layer, *new, decode.lengths, decode.requests)
-            sources = tier.resolve(cache, layer, selection, decode.requests)
-            tier.fill(cache, layer, keys[layer], values[layer])
+            sources = tier.resolve(cache, layer, selection, (keys[layer], values[layer]), decode.requests)
             outputs[layer].copy_(
                 attend(
                     queries, keys[layer], values[layer], sources, decode.table, decode.lengths, 0.1,
@@ -165,8 +164,8 @@ def test_tables_equal_those_of_torch(capacity: int) -> None:
         tier.begin_step(decode.cache, *on_gpu, *tables)
         tier.begin_step(twin, *on_cpu, *(table.cpu() for table in tables))
         for layer in range(LAYERS):
-            tier.resolve(decode.cache, layer, selection, decode.requests)
-            tier.resolve(twin, layer, there, decode.requests.cpu())
+            tier.resolve(decode.cache, layer, selection, None, decode.requests)
+            tier.resolve(twin, layer, there, None, decode.requests.cpu())
         held = [set(cache.owner.tolist()) for cache in (decode.cache, twin)]
         assert len(held[0]) == len(held[1])
         assert held[0] == held[1] or not enough

@@ -91,9 +91,8 @@ class HostTier:
         """The selection of some rows of the step, with sources for pages; missing tiles are taken in."""
         pages = selection.pages
         sources = self._sources[: pages.numel()].view(pages.shape)
-        found = tier.resolve(self.cache, index, selection, self._requests[rows], out=sources)
-        tier.fill(self.cache, index, self._keys[index], self._values[index])
-        return found
+        pool = self._keys[index], self._values[index]
+        return tier.resolve(self.cache, index, selection, pool, self._requests[rows], out=sources)
 
     @property
     def _tables(self) -> StepTables:
