@@ -17,12 +17,16 @@ CLOCK, HAND, CALLS, MISSING, COPIES = range(5)
 NOBODY = -1
 WINDOW = 128
 """Slots among which victims are ranked together."""
+MOST_WINDOW = 256
+"""So that an age, a place in the window and a flag fit into 31 bits."""
 LOOK = 4
 """Slots that are looked at for every tile that needs one, where there are enough."""
 YOUNG = 2
 """Steps for which a tile that was read is kept, whatever else is wanted.  A step reads mostly what the one
 before it read; where that is more than the capacity, the oldest tile is the very one to be read next, and
 evicting it would leave no hits at all."""
+OLDEST = 2**22 - 1
+"""Steps beyond which ages are not told apart; slots that hold nothing fresh are as old."""
 WRAP = 2**31 - 1
 """Clock and calls count modulo this plus one."""
 
@@ -48,7 +52,8 @@ class HotCache:
         missing, targets: int32 ``[most]``, tiles that a layer misses and their slots, or -1.
         state: int32, see ``CLOCK``.
         counters: int64, see ``COUNTERS``.
-        window: slots among which victims are ranked together, a power of two of at least ``LOOK``.
+        window: slots among which victims are ranked together, a power of two from ``LOOK`` to
+            ``MOST_WINDOW``.
     """
 
     keys: torch.Tensor
@@ -95,10 +100,10 @@ class HotCache:
         Raises:
             ValueError: a size is out of range; the message names the legal ones.
         """
-        if capacity < 0 or open_rows < 0 or window < LOOK or window & (window - 1):
+        if capacity < 0 or open_rows < 0 or not LOOK <= window <= MOST_WINDOW or window & (window - 1):
             raise ValueError(
                 f"capacity {capacity}, open_rows {open_rows}, window {window}; legal: 0 or more, 0 or "
-                f"more, a power of two of at least {LOOK}"
+                f"more, a power of two from {LOOK} to {MOST_WINDOW}"
             )
         slots = capacity + open_rows * layers * kv_heads
         if max(layers * pages * kv_heads, slots) > WRAP:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .hot_cache import CALLS, CLOCK, COPIES, HAND, LOOK, NOBODY, WRAP, YOUNG, HotCache
+from .hot_cache import CALLS, CLOCK, COPIES, HAND, LOOK, NOBODY, OLDEST, WRAP, YOUNG, HotCache
 
 
 def begin_step(
@@ -157,7 +157,7 @@ def _victims(cache: HotCache, first: int, wanted: int) -> torch.Tensor:
     owner = cache.owner[seen].long()
     here = (owner != NOBODY) & (cache.slot_of.view(-1)[owner] == seen)
     here &= cache.filled[seen] == cache.generation[_page_of(cache, owner)]
-    age = torch.where(here, (cache.state[CLOCK] - cache.used[seen]) & WRAP, WRAP)
+    age = torch.where(here, (cache.state[CLOCK] - cache.used[seen]) & WRAP, OLDEST).clamp(max=OLDEST)
     oldest = age.argsort(descending=True, stable=True)[:wanted]
     return seen[oldest[age[oldest] >= YOUNG]]
 

@@ -31,6 +31,7 @@ MISSING = tl.constexpr(hot_cache.MISSING)
 COPIES = tl.constexpr(hot_cache.COPIES)
 LOOK = tl.constexpr(hot_cache.LOOK)
 YOUNG = tl.constexpr(hot_cache.YOUNG)
+OLDEST = tl.constexpr(hot_cache.OLDEST)
 WRAP = tl.constexpr(hot_cache.WRAP)
 HITS, MISSES, FILLS, HOST_READS = (tl.constexpr(number) for number in range(4))
 
@@ -281,17 +282,19 @@ def _take_in_kernel(
         mapped = owned & (tl.load(slot_of + before, mask=owned, other=-1) == slot)
         stamp = tl.load(generation + before // kv_heads % pages, mask=owned, other=0)
         here = mapped & (tl.load(filled + slot, mask=inside, other=0) == stamp)
-        age = tl.where(here, (clock - tl.load(used + slot, mask=inside, other=0)) & WRAP, WRAP)
-        age = tl.where(inside, age, -1)
-        ahead = (age[None, :] > age[:, None]) | (
-            (age[None, :] == age[:, None]) & (lane[None, :] < lane[:, None])
-        )
-        rank = tl.sum(ahead.to(tl.int32), 1)
-        taken = (age >= YOUNG) & (rank < wanted)
+        age = tl.where(here, (clock - tl.load(used + slot, mask=inside, other=0)) & WRAP, OLDEST)
+        age = tl.where(inside, tl.minimum(age, OLDEST), -1)
+        # The oldest first, of equal ones those that come first.  Ranking each against each is shorter to
+        # write and three times the code, which is fetched anew in every layer.
+        order = tl.sort((age * WINDOW + WINDOW - 1 - lane) * 2 + mapped.to(tl.int32), descending=True)
+        taken = (order >= YOUNG * WINDOW * 2) & (lane < wanted)
         found = tl.sum(taken.to(tl.int32))
 
-        tl.store(slot_of + before, -1, mask=taken & mapped)
-        at = first + rank
+        seen = WINDOW - 1 - ((order >> 1) & (WINDOW - 1))
+        slot = (tl.load(state + HAND) + number * WINDOW + seen) % capacity
+        before = tl.load(owner + slot, mask=taken, other=-1)
+        tl.store(slot_of + before, -1, mask=taken & ((order & 1) == 1))
+        at = first + lane
         tile = tl.load(missing + at, mask=taken, other=0)
         tl.store(slot_of + tile, slot, mask=taken)
         tl.store(owner + slot, tile, mask=taken)

@@ -330,7 +330,15 @@ def test_attention_over_two_pools(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"capacity": -1}, {"open_rows": -1}, {"window": 6}, {"window": 2}, {"layers": 1 << 25}]
+    "wrong",
+    [
+        {"capacity": -1},
+        {"open_rows": -1},
+        {"window": 6},
+        {"window": 2},
+        {"window": 512},
+        {"layers": 1 << 25},
+    ],
 )
 def test_sizes_that_are_refused(wrong: dict[str, int]) -> None:
     sizes = {
