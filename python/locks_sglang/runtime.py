@@ -192,8 +192,11 @@ class SparseDecode:
         if staging is None or not staging.active:
             yield
             return
-        with staged_forward.attending(backend, staging, self.summaries.index(layer.layer_id), written):
+        assert self.tier is not None
+        index = self.summaries.index(layer.layer_id)
+        with staged_forward.attending(backend, staging, index, written):
             yield
+            self.tier.build_staged(index)
 
     def _staging(self) -> PrefillStaging | None:
         return self.tier.staging if self.tier is not None else None
@@ -313,7 +316,8 @@ class SparseDecode:
 
     def finish_forward(self, slots: torch.Tensor) -> None:
         """Build the summaries of the pages that this forward completed."""
-        self.summaries.build(slots)
+        if self.tier is None or not self.tier.took_staged():
+            self.summaries.build(slots)
         self.counters.count_built(slots, self.config.page_size)
 
     def wrote(self, slots: torch.Tensor) -> None:

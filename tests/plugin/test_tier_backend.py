@@ -10,6 +10,7 @@ import pytest
 import small_runner
 import torch
 from locks_sglang.tier import capacity, pool, ranks
+from locks_sglang.tier.staged_records import StagedRecords
 from small_runner import HEAD_DIM, PAGE, PAGES
 
 FLAGS = ("--sparse-decode", "locks", "--sparse-decode-budget", "32", "--sparse-decode-kv-tier")
@@ -41,6 +42,10 @@ def run(tier: str, save: bool, prepare: Callable[..., Any], monkeypatch: pytest.
     scheduler_hooks.build_attention_backend(backend, model_runner=runner)
     state, layer = runtime.active(), runner.model[0]
     assert state is not None and (state.tier is not None) == (tier == "host")
+    if state.tier is not None:
+        staging, records = state.tier.staging, state.summaries.records
+        assert staging is not None and records is not None
+        state.tier._staged_records = staged = StagedRecords(records, staging, least=1)
     runner.req_to_token_pool.req_to_token[1] = torch.arange(PAGES * PAGE).roll(-PAGE)
     noise = torch.Generator().manual_seed(1)
     outputs, done = [], 0
@@ -62,6 +67,8 @@ def run(tier: str, save: bool, prepare: Callable[..., Any], monkeypatch: pytest.
         assert described["prefills_staged"] == 2 and described["host_bytes_read"] > 0
         token = 2 * HEAD_DIM * 4
         assert described["host_bytes_written"] == done * token
+        # The prefills' pages from their keys on the GPU; decode completes none.
+        assert staged.pages_built == described["summaries_built"] == 33 // PAGE
         assert backend.token_to_kv_pool is runner.token_to_kv_pool
     return outputs
 

@@ -13,7 +13,7 @@ from locks_kernels import page_view
 from locks_sglang.tier.staged_forward import attending, can_stage, planning
 from locks_sglang.tier.staging import PrefillStaging
 
-LAYERS, HEADS, DIM, PAGE, PAGES, CONTEXT = 4, 2, 8, 16, 60, 160
+LAYERS, HEADS, DIM, PAGE, PAGES, CONTEXT = 4, 2, 64, 16, 60, 160
 REQUESTS = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 70)), min_size=1, max_size=4)
 
 

@@ -64,8 +64,13 @@ class TierShape:
         tiles = self.step_rows * self.usual_width * self.layers * self.kv_heads
         return STEPS_HELD * tiles * self.tile_bytes
 
+    @property
+    def staged_pages(self) -> int:
+        """Pages that prefill has room for on the GPU."""
+        return PrefillStaging.pages_for(self.staged_tokens, self.page_size)
+
     def gpu_bytes(self, pages: int, hot_bytes: int) -> int:
-        """GPU memory of the tier beside the records of its pages: tables, hot and open tiles, staging."""
+        """GPU memory of the tier beside records: tables, hot and open tiles, staging."""
         cache = HotCache.allocate(
             layers=self.layers, pages=pages, kv_heads=self.kv_heads, page_size=self.page_size,
             head_dim=self.head_dim, capacity=hot_bytes // self.tile_bytes, max_rows=self.request_slots,
@@ -106,10 +111,12 @@ def split(
         LocksError: not even one request's page would fit.
     """
     fixed = shape.gpu_bytes(0, 0)
+    # Those of a layer's staged pages.
+    staged_records = shape.staged_pages * record_bytes // shape.layers
     # Beside its records, a page has an entry for each tile and its generation.
     page_on_gpu = record_bytes + shape.gpu_bytes(1, 0) - fixed
     tile_in_hot = shape.gpu_bytes(0, shape.tile_bytes) - fixed
-    left = gpu_bytes - fixed
+    left = gpu_bytes - fixed - staged_records
 
     def charged(nbytes: int) -> int:
         return nbytes // shape.tile_bytes * tile_in_hot
@@ -119,8 +126,9 @@ def split(
     pages = min(host_bytes // shape.page_bytes, (left - charged(least)) // page_on_gpu)
     if pages < 2:
         raise LocksError(
-            f"the host tier needs {gib(fixed)} on the GPU for {shape.request_slots} request slots and "
-            f"prefill, and {gib(charged(least))} for hot tiles, of {gib(gpu_bytes)} that are free; and "
+            f"the host tier needs {gib(fixed + staged_records)} on the GPU for {shape.request_slots} "
+            f"request slots and prefill, and {gib(charged(least))} for hot tiles, of {gib(gpu_bytes)} that "
+            "are free; and "
             f"host memory for two pages of {gib(shape.page_bytes)}, of {gib(host_bytes)}; legal: a smaller "
             "--max-running-requests or --sparse-decode-hot-gib, a larger --mem-fraction-static or "
             "--sparse-decode-host-gib"

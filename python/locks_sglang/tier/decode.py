@@ -9,6 +9,7 @@ from locks_kernels import Selection, StepTables, tier
 from locks_kernels.hot_cache import COUNTERS, HotCache
 
 from ..summaries import SummaryPool
+from .staged_records import StagedRecords
 from .staging import PrefillStaging
 
 
@@ -49,6 +50,9 @@ class HostTier:
         self.staging: PrefillStaging | None = None
         if staged_tokens:
             self.staging = PrefillStaging(self._keys, self._values, tokens=staged_tokens, device=device)
+        self._staged_records: StagedRecords | None = None
+        if self.staging is not None and pool.records is not None:
+            self._staged_records = StagedRecords(pool.records, self.staging)
         self._allocator = allocator
         self._prefilled = 0
         self._logged = (0, 0)
@@ -104,6 +108,15 @@ class HostTier:
         """Request slots of the step's rows."""
         return self._slots[: len(self._tables.seq_lens)]
 
+    def build_staged(self, index: int) -> None:
+        """Records of a layer of a prefill, whose keys are staged."""
+        if self._staged_records is not None:
+            self._staged_records.build(index)
+
+    def took_staged(self) -> bool:
+        """Whether the forward that just ended has all its records that way; to be asked once."""
+        return self._staged_records is not None and self._staged_records.take()
+
     def wrote(self, slots: torch.Tensor) -> None:
         """A forward that is no decode step wrote these pool slots."""
         tier.invalidate(self.cache, slots)
@@ -114,8 +127,11 @@ class HostTier:
 
         Args:
             decoded: rows of decode steps.
-            pages_built: pages whose summaries were built, from keys that are read from the host.
+            pages_built: pages whose summaries were built; those of long prefills from keys on the GPU,
+                the others from keys that are read from the host.
         """
+        if self._staged_records is not None:
+            pages_built -= self._staged_records.pages_built
         counted = dict(zip(COUNTERS, self.cache.counters.tolist(), strict=True))
         page_bytes = len(self._keys) * self.cache.kv_heads * self.cache.tile_bytes
         tiles = (counted["fills"] + counted["host_reads"]) * self.cache.tile_bytes

@@ -37,8 +37,8 @@ class PrefillStaging:
     ) -> None:
         self._pools = (keys, values)
         _, self.page_size, kv_heads, head_dim = keys[0].shape
-        self._pages = self._pages_for(tokens, self.page_size)
-        shape = (2, 2, self._pages * self.page_size, kv_heads, head_dim)
+        self.pages = self.pages_for(tokens, self.page_size)
+        shape = (2, 2, self.pages * self.page_size, kv_heads, head_dim)
         self._buffers = torch.zeros(shape, dtype=keys[0].dtype, device=device)
         self._device = device
         # One after another on a CPU.
@@ -49,7 +49,11 @@ class PrefillStaging:
         self._holds = [-1, -1]
         self.firsts: list[int] = []
         self.lengths: list[int] = []
-        self._sources = self._slots = torch.zeros(0, dtype=torch.int64, device=device)
+        self._sources = none = torch.zeros(0, dtype=torch.int64, device=device)
+        self.slots = none
+        """Of the forward's own tokens in the buffers, int64."""
+        self.completed = (none, none)
+        """Pages that the forward completes, in the buffers and in the pool: int64 ``[n]`` each."""
         self._held: list[int] = []
         self.tables: Any = None
         """SGLang's token table over the buffers, for a backend that reads it while it attends."""
@@ -58,13 +62,14 @@ class PrefillStaging:
         self.forwards = self.forwards_unstaged = 0
 
     @staticmethod
-    def _pages_for(tokens: int, page_size: int) -> int:
+    def pages_for(tokens: int, page_size: int) -> int:
+        """Pages of a staging for ``tokens`` tokens."""
         return TRASH - (-tokens // page_size)
 
     @staticmethod
     def price(tokens: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes on the GPU of a staging for ``tokens`` tokens."""
-        pages = PrefillStaging._pages_for(tokens, page_size)
+        pages = PrefillStaging.pages_for(tokens, page_size)
         return 4 * pages * page_size * kv_heads * head_dim * dtype.itemsize
 
     def begin(
@@ -84,7 +89,7 @@ class PrefillStaging:
         """
         self.end()
         pages = [-(-length // self.page_size) for length in lengths]
-        if TRASH + sum(pages) > self._pages:
+        if TRASH + sum(pages) > self.pages:
             self.forwards_unstaged += 1
             return False
         self.firsts, first = [], TRASH
@@ -101,13 +106,25 @@ class PrefillStaging:
         return True
 
     def _place(self, token_table: torch.Tensor, requests: torch.Tensor, prefixes: Sequence[int]) -> None:
-        """Pages to copy, and the buffer's slots of the forward's own tokens."""
+        """Pages to copy, the buffer's slots of the forward's own tokens, and the pages they complete."""
         size = self.page_size
         self._held = held = [-(-prefix // size) for prefix in prefixes]
-        table = token_table[:, : max(held) * size : size].index_select(0, requests.long())
+        table = token_table[:, : max(self.lengths) : size].index_select(0, requests.long())
         self._sources = torch.cat([table[row, :count] for row, count in enumerate(held)]).long() // size
+        full = [
+            (prefix // size, length // size) for prefix, length in zip(prefixes, self.lengths, strict=True)
+        ]
+        self.completed = (
+            torch.cat(
+                [
+                    torch.arange(first + begin, first + end, device=self._device)
+                    for first, (begin, end) in zip(self.firsts, full, strict=True)
+                ]
+            ),
+            torch.cat([table[row, begin:end] for row, (begin, end) in enumerate(full)]).long() // size,
+        )
         spans = zip(self.firsts, prefixes, self.lengths, strict=True)
-        self._slots = torch.cat(
+        self.slots = torch.cat(
             [
                 torch.arange(first * size + prefix, first * size + length, device=self._device)
                 for first, prefix, length in spans
@@ -125,12 +142,12 @@ class PrefillStaging:
         firsts = torch.tensor(self.firsts, dtype=torch.int32)
         firsts = firsts.to(self._device, non_blocking=True)
         count = torch.arange(width, dtype=torch.int32, device=self._device)
-        return (firsts.unsqueeze(1) + count).clamp_(max=self._pages - 1)
+        return (firsts.unsqueeze(1) + count).clamp_(max=self.pages - 1)
 
     def token_table(self) -> torch.Tensor:
         """int32 ``[pages, B]``, slot by slot: row ``firsts[r]`` read on beyond its end is request ``r``."""
-        slots = torch.arange(self._pages * self.page_size, dtype=torch.int32, device=self._device)
-        return slots.view(self._pages, self.page_size)
+        slots = torch.arange(self.pages * self.page_size, dtype=torch.int32, device=self._device)
+        return slots.view(self.pages, self.page_size)
 
     def enter(self, index: int) -> None:
         """Before the attention of a layer: its prefix is there, and the next one's is on its way."""
@@ -154,7 +171,7 @@ class PrefillStaging:
     def store(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """K and V of the forward's own tokens, ``[tokens, kv_heads, d]`` or flat, in their order."""
         for buffer, given in zip(self.buffers(index), (keys, values), strict=True):
-            buffer.index_copy_(0, self._slots, given.reshape(-1, *buffer.shape[1:]).to(buffer.dtype))
+            buffer.index_copy_(0, self.slots, given.reshape(-1, *buffer.shape[1:]).to(buffer.dtype))
 
     def store_from_pool(self, index: int, slots: torch.Tensor) -> None:
         """As :meth:`store`, for a model that wrote its tokens to these pool slots by itself."""
@@ -180,7 +197,7 @@ class PrefillStaging:
         for buffer, pool in zip(self.buffers(index), self._pools, strict=True):
             # In words of eight bytes, since a warp asks the link for what its lanes ask for together.
             pages = pool[index].view(len(pool[index]), -1).view(torch.int64)
-            staged = buffer.view(self._pages, -1).view(torch.int64)
+            staged = buffer.view(self.pages, -1).view(torch.int64)
             done = 0
             for start, count in zip(self.firsts, self._held, strict=True):
                 source = self._sources[done : done + count]
