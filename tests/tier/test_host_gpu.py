@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from locks_kernels import page_view
+from locks_kernels import Summaries, SummaryLayout, page_view, summarize
 from locks_sglang.config import LocksConfig
 from locks_sglang.tier import capacity, host_memory, pool, ranks
 from locks_sglang.tier.host_memory import HostMemory, Registration
+from locks_sglang.tier.staged_records import StagedRecords
 from locks_sglang.tier.staging import PrefillStaging
 
 pytestmark = [
@@ -154,6 +155,33 @@ def check(
                 row,
             )
         done += length - prefix
+
+
+def test_records_of_staged_keys_are_those_of_the_pool() -> None:
+    made, prefix, length = host_pool(), 1000, 3005
+    for buffer in made.k_buffer:
+        buffer.copy_(torch.randn(buffer.shape, device=GPU))
+    keys, values = ([page_view(buffer, PAGE) for buffer in side] for side in (made.k_buffer, made.v_buffer))
+    found, expected = (
+        Summaries.allocate(SummaryLayout.parse("r6h", DIM, PAGE), (LAYERS, PAGES, HEADS), GPU)
+        for _ in range(2)
+    )
+    staging = PrefillStaging(keys, values, tokens=4000, device=GPU)
+    staged = StagedRecords(found, staging)
+    pages = 1 + torch.randperm(PAGES - 1, device=GPU)[: -(-length // PAGE)]
+    slots = (pages.unsqueeze(1) * PAGE + torch.arange(PAGE, device=GPU)).flatten()[:length]
+    assert staging.begin(slots.int().unsqueeze(0), torch.zeros(1, device=GPU).int(), [prefix], [length])
+    for layer in range(LAYERS):
+        own = torch.randn(2, length - prefix, HEADS, DIM, device=GPU).bfloat16()
+        staging.enter(layer)
+        made.k_buffer[layer][slots[prefix:]] = own[0]
+        staging.store(layer, *own)
+        staged.build(layer)
+        staging.leave(layer)
+    summarize(keys, slots[prefix:], expected)
+    assert staged.take() and staged.pages_built == 3005 // PAGE - 1000 // PAGE
+    for mine, other in zip(found.planes, expected.planes, strict=True):
+        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) and bool(mine.any())
 
 
 def test_flashinfer_lists_the_staged_tokens() -> None:
