@@ -17,8 +17,7 @@ def test_the_triton_kernels_compile_for_hopper() -> None:
     assert {
         "_look_up_kernel",
         "_take_in_kernel",
-        "_sources_kernel",
-        "_fill_kernel",
+        "_finish_kernel",
         "_split_kernel",
         "_summary_kernel",
         "_envelope_kernel",
