@@ -91,7 +91,9 @@ def test_chunks_cover_it_and_are_given_back() -> None:
     start = memory.address
     assert memory.nbytes == 22 * MIB, "huge pages of 2 MiB"
     assert gpu.held == {start: 8 * MIB, start + 8 * MIB: 8 * MIB, start + 16 * MIB: 6 * MIB}
-    assert numa.placed(start, memory.nbytes) in (None, {NODE: memory.nbytes})
+    # Memory of another test beside it, of the same kind, is one mapping with it to the system.
+    if (placed := numa.placed(start, memory.nbytes)) is not None:
+        assert set(placed) == {NODE} and placed[NODE] >= memory.nbytes
     memory.close()
     assert not gpu.held and not mapped(start)
     order = [address for what, address in gpu.log if what == "unregister"]

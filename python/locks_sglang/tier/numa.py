@@ -52,10 +52,13 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
 
 
 def placed(address: int, nbytes: int, root: Path = ROOT) -> dict[int, int] | None:
-    """Bytes of a mapping on each node; None where the system does not say."""
+    """Bytes of a mapping, and of neighbours that are one with it to the system, on each node.
+
+    None where the system does not say.
+    """
     text = read_text(root / "proc/self/numa_maps")
     starts = [(int(match[1], 16), match[2]) for match in _MAP.finditer(text)]
-    # The mapping may begin in the middle of a line: neighbours of the same kind are one to the system.
+    # It may begin in the middle of a line.
     first = max((start for start, _ in starts if start <= address), default=address)
     found: dict[int, int] = {}
     for start, facts in starts:
