@@ -65,8 +65,8 @@ TIER_INFO = {
     "host_pages_used": "pages in use, by the prefix cache too",
     "host_pages_free": "pages that are free",
     "prefills_staged": "prefill forwards that read their prefix once, into GPU memory",
-    "prefills_unstaged": "prefill forwards with more tokens than that has room for; their attention reads "
-    "the host's memory",
+    "prefills_unstaged": "prefill forwards with more tokens than that has room for, and all on SGLang "
+    "0.5.23; their attention reads the host's memory",
 }
 
 

@@ -160,7 +160,7 @@ class SparseDecode:
             yield
             return
         if not staged_forward.can_stage(forward_batch):
-            staging.forwards_unstaged += 1
+            staging.pass_by("where it reads is planned before the backend is asked (SGLang 0.5.23)")
             yield
             return
         prefixes, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
@@ -180,7 +180,7 @@ class SparseDecode:
         staging = self._staging()
         if staging is not None and not self._planning and forward_batch.forward_mode.is_extend():
             staging.end()
-            staging.forwards_unstaged += 1
+            staging.pass_by("it runs in a CUDA graph, which reads where it read at its capture")
 
     @contextmanager
     def staged_attention(self, backend: Any, layer: Any, written: torch.Tensor | None) -> Iterator[None]:

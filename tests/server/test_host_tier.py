@@ -1,6 +1,7 @@
 """A KV pool in host memory answers as a resident one does, and gives back every page that it lent."""
 
 import time
+from importlib.metadata import version
 
 import psutil
 import pytest
@@ -10,6 +11,8 @@ from server import ON_GPU
 from traced import LONG, PAGE, Run, Running, Traced, assert_all_rows, assert_same
 
 NEW = 12
+# SGLang 0.5.23 plans where a prefill reads before its backend is asked; it then reads the host's memory.
+STAGES = version("sglang").startswith("0.5.17")
 
 
 def compare(run: Run, expected: Run) -> None:
@@ -39,7 +42,8 @@ def test_answers_of_a_resident_pool(host: Traced, locks: Traced, words: list[int
         assert_same(run, alone)
     info = host.server.locks_info()
     assert info["kv_tier"] == "host" and info["hot_tiles"] > 0 and 0 < info["hot_share"] < 1
-    assert info["prefills_staged"] > 0 and info["prefills_unstaged"] == 0
+    staged, unstaged = info["prefills_staged"], info["prefills_unstaged"]
+    assert (staged > 0, unstaged > 0) == (STAGES, not STAGES)
 
 
 def test_a_prefill_in_chunks_reads_its_prefix_once_a_chunk(
@@ -55,12 +59,13 @@ def test_a_prefill_in_chunks_reads_its_prefix_once_a_chunk(
         compare(run, expected)
     after = host.server.locks_info()
     chunks = -(-len(prompt) // CHUNK)
-    assert after["prefills_staged"] - before["prefills_staged"] == chunks
+    name = "prefills_staged" if STAGES else "prefills_unstaged"
+    assert after[name] - before[name] == chunks
     written = after["host_bytes_written"] - before["host_bytes_written"]
     token = after["host_bytes"] // (host.server.server_info()["max_total_num_tokens"] + PAGE)
     # SGLang may decode a step more than it answers.
     assert written // token in (len(prompt) + 3, len(prompt) + 4) and written % token == 0
-    staged = sum(range(0, len(prompt), CHUNK)) * token
+    staged = sum(range(0, len(prompt), CHUNK)) * token if STAGES else 1
     assert after["host_bytes_read"] - before["host_bytes_read"] >= staged
 
 

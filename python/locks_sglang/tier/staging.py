@@ -9,10 +9,13 @@ up, whatever pages it has in the pool.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 TRASH = 1
 """Pages at the front of a buffer that belong to nobody."""
@@ -90,7 +93,7 @@ class PrefillStaging:
         self.end()
         pages = [-(-length // self.page_size) for length in lengths]
         if TRASH + sum(pages) > self.pages:
-            self.forwards_unstaged += 1
+            self.pass_by("its requests have more tokens than there is room for on the GPU")
             return False
         self.firsts, first = [], TRASH
         for count in pages:
@@ -130,6 +133,16 @@ class PrefillStaging:
                 for first, prefix, length in spans
             ]
         )
+
+    def pass_by(self, why: str) -> None:
+        """Count a prefill whose attention reads its prefix from the pool; the first one is told of."""
+        if not self.forwards_unstaged:
+            logger.warning(
+                "A prefill is not staged on the GPU: %s. Its attention reads the prefix from host memory, "
+                "right and slow; prefills_unstaged of /server_info counts them.",
+                why,
+            )
+        self.forwards_unstaged += 1
 
     def end(self) -> None:
         """The forward that comes next reads the pool itself."""
