@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +83,26 @@ def run_variant(
     variant: str, checks: dict[str, list[list[int]]], script: str = __file__
 ) -> list[dict[str, Any]]:
     """Run one variant of ``script`` in its own process; its rows come as JSON lines on its output."""
-    command = [sys.executable, script, "--child", variant, *sys.argv[1:]]
     rows = []
+    for line in child_lines(script, variant):
+        if line.startswith("ROW "):
+            rows.append(json.loads(line[4:]))
+            print("  ", rows[-1]["batch"], "x", rows[-1]["context"], rows[-1]["step_ms"], "ms", flush=True)
+        elif line.startswith("CHECK "):
+            checks[variant] = json.loads(line[6:])["tokens"]
+        else:
+            print(line, end="", flush=True)
+    return rows
+
+
+def child_lines(script: str, variant: str) -> Iterator[str]:
+    """What a variant of ``script`` prints in a process of its own; says so where that fails."""
+    command = [sys.executable, script, "--child", variant, *sys.argv[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith("ROW "):
-                rows.append(json.loads(line[4:]))
-                print(
-                    "  ", rows[-1]["batch"], "x", rows[-1]["context"], rows[-1]["step_ms"], "ms", flush=True
-                )
-            elif line.startswith("CHECK "):
-                checks[variant] = json.loads(line[6:])["tokens"]
-            else:
-                print(line, end="", flush=True)
+        yield from child.stdout
     if child.returncode:
         print(f"{variant} ended with status {child.returncode}; its missing rows are not in the table")
-    return rows
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -105,15 +104,10 @@ def main() -> int:
 
 def rows_of(variant: str) -> Iterator[dict[str, Any]]:
     """Rows of a variant as its process measures them; what else it prints is passed on."""
-    command = [sys.executable, __file__, "--child", variant, *sys.argv[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            print(line, end="", flush=True)
-            if line.startswith("ROW "):
-                yield json.loads(line[4:])
-    if child.returncode:
-        print(f"{variant} ended with status {child.returncode}; its missing rows are not in the table")
+    for line in decode_step.child_lines(__file__, variant):
+        print(line, end="", flush=True)
+        if line.startswith("ROW "):
+            yield json.loads(line[4:])
 
 
 def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
@@ -227,8 +221,11 @@ def measure(
     runner: Any, batch_size: int, context: int, drifts: list[float | None], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each drift, of one batch that goes on decoding."""
+    from locks_sglang import runtime
     from sglang.benchmark import one_batch
 
+    state = runtime.active()
+    tier = state.tier if state is not None else None
     rows, others = [], OtherStreams()
     with torch.no_grad():
         batch, extra = decode_step.filled(runner, batch_size, context)
@@ -238,7 +235,8 @@ def measure(
                 Drift.rho = rho
             for _ in range(arguments.warm_up):
                 tokens, _ = one_batch.decode(tokens, batch, runner)
-            before, times, seen = counted(), [], []
+            before = tier.cache.counters.clone() if tier is not None else None
+            times, seen = [], []
             for _ in range(PARTS):
                 one_batch.synchronize(runner.device)
                 started = time.perf_counter()
@@ -259,38 +257,20 @@ def measure(
                     "tokens_per_s": round(1e3 * batch_size / step_ms, 1),
                     "distinct_tokens": len(set(torch.stack(seen)[:, 0].tolist())),
                     **extra,
-                    **tier_columns(before, len(seen)),
+                    **(tier_columns(tier, before, len(seen)) if before is not None else {}),
                 }
             )
     return rows
 
 
-def counted() -> dict[str, int]:
-    """Counters of the host tier; empty without one."""
-    from locks_kernels.hot_cache import COUNTERS
-    from locks_sglang import runtime
-
-    state = runtime.active()
-    if state is None or state.tier is None:
-        return {}
-    return dict(zip(COUNTERS, state.tier.cache.counters.tolist(), strict=True))
-
-
-def tier_columns(before: dict[str, int], steps: int) -> dict[str, Any]:
-    """What the hot cache served since ``before``, and what crossed the link for it."""
-    from locks_sglang import runtime
-
-    if not before:
-        return {}
-    state = runtime.active()
-    assert state is not None and state.tier is not None
-    cache = state.tier.cache
-    done = {name: count - before[name] for name, count in counted().items()}
+def tier_columns(tier: Any, before: torch.Tensor, steps: int) -> dict[str, Any]:
+    """What the hot cache served since ``before``, its counters then, and what crossed the link for it."""
+    done = tier.cache.counted(since=before)
     reads = done["hits"] + done["misses"]
-    described = state.tier.describe(0, 0)
+    described = tier.describe(0, 0)
     return {
         "hot_share": round(done["hits"] / reads, 4) if reads else None,
-        "link_bytes_per_step": round((done["fills"] + done["host_reads"]) * cache.tile_bytes / steps),
+        "link_bytes_per_step": round((done["fills"] + done["host_reads"]) * tier.cache.tile_bytes / steps),
         "hot_gib": round(described["hot_bytes"] / 2**30, 3),
         "host_gib": round(described["host_bytes"] / 2**30, 2),
     }

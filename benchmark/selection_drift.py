@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from locks_kernels import Selection, page_view, tier
-from locks_kernels.hot_cache import COUNTERS, HotCache
+from locks_kernels.hot_cache import HotCache
 
 SIZES = (1, 2, 4, 8)
 PAGE = 16
@@ -77,7 +77,7 @@ def hot_share(steps: Steps, size: float) -> float:
                 chosen[0, head, : len(selected)] = torch.tensor(selected)
             count = torch.tensor([len(lists[0])], dtype=torch.int32)
             tier.resolve(cache, layer, Selection(chosen, chosen, count), None)
-    done = dict(zip(COUNTERS, (cache.counters - before).tolist(), strict=True))
+    done = cache.counted(since=before)
     return done["hits"] / (done["hits"] + done["misses"])
 
 

@@ -26,7 +26,7 @@ import results_file
 import torch
 from locks_kernels import Selection, attend, page_view, tier
 from locks_kernels.attend_buffers import AttendBuffers
-from locks_kernels.hot_cache import COUNTERS, HotCache
+from locks_kernels.hot_cache import HotCache
 from locks_kernels.workspace import Workspace
 from locks_sglang.tier import host_memory
 from locks_sglang.tier.topology import node_of_gpu
@@ -207,7 +207,7 @@ def measure(inputs: Inputs, replaced: float, size: int, steps: list[torch.Tensor
         times = spread(replay_us(graph, inputs, steps[WARM_UP:]))
         found[f"{part}_us"] = round(times["us"] - before, 2)
         before = times["us"]
-        counted = dict(zip(COUNTERS, (cache.counters - counters).tolist(), strict=True))
+        counted = cache.counted(since=counters)
         reads, link = counted["hits"] + counted["misses"], counted["fills"] + counted["host_reads"]
     link_bytes = link * cache.tile_bytes / (len(steps) - WARM_UP)
     found |= times

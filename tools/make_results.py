@@ -73,6 +73,11 @@ def step_times(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[s
     return cases
 
 
+def fastest_dense(found: dict[str, dict[str, Any]], time: str) -> float:
+    """Milliseconds of the faster dense backend of a case."""
+    return min(row[time] for name, row in found.items() if name.startswith("dense"))
+
+
 def step_table(result: dict[str, Any], time: str) -> str:
     """One time of every variant, and the ratio of the faster dense backend's to each sparse one's."""
     variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
@@ -80,7 +85,7 @@ def step_table(result: dict[str, Any], time: str) -> str:
     sparse = [name for name in variants if not name.startswith("dense")]
     rows = []
     for case, found in step_times(result).items():
-        fastest = min(found[name][time] for name in dense)
+        fastest = fastest_dense(found, time)
         cells = [f"{found[name][time]:.2f}" for name in dense]
         for name in sparse:
             ran_dense = " D" if found[name].get("dense_rows_share") else ""
@@ -155,7 +160,7 @@ def gains() -> str:
     sparse = ("locks:r4i4", "locks:r8i4")
     rows = []
     for (batch, context), found in step_times(result).items():
-        fastest = min(row["pipelined_ms"] for name, row in found.items() if name.startswith("dense"))
+        fastest = fastest_dense(found, "pipelined_ms")
         cells = [f"{batch} x {context:,}", f"{fastest:.2f}"]
         for name in sparse:
             ran_dense = " (dense)" if found[name].get("dense_rows_share") else ""

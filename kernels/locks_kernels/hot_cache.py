@@ -31,6 +31,11 @@ WRAP = 2**31 - 1
 """Clock and calls count modulo this plus one."""
 
 
+def tile_bytes(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of K and V of one tile."""
+    return 2 * page_size * head_dim * dtype.itemsize
+
+
 @dataclass(frozen=True)
 class HotCache:
     """Tiles of a host pool that lie on the GPU.
@@ -170,7 +175,15 @@ class HotCache:
     @property
     def tile_bytes(self) -> int:
         """Bytes of K and V of one tile."""
-        return 2 * self.page_size * self.head_dim * self.keys.dtype.itemsize
+        return tile_bytes(self.page_size, self.head_dim, self.keys.dtype)
+
+    def counted(self, since: torch.Tensor | None = None) -> dict[str, int]:
+        """The counters, or what they grew ``since`` a copy of them, by the names of ``COUNTERS``.
+
+        It waits for the device.
+        """
+        counters = self.counters if since is None else self.counters - since
+        return dict(zip(COUNTERS, counters.tolist(), strict=True))
 
     @property
     def windows(self) -> int:

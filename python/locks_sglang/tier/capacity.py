@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from locks_kernels.hot_cache import HotCache
+from locks_kernels.hot_cache import HotCache, tile_bytes
 
 from ..config import LocksConfig, LocksError
 from . import limits, ranks
@@ -51,7 +51,7 @@ class TierShape:
     @property
     def tile_bytes(self) -> int:
         """K and V of one page of one layer and KV head."""
-        return 2 * self.page_size * self.head_dim * self.dtype.itemsize
+        return tile_bytes(self.page_size, self.head_dim, self.dtype)
 
     @property
     def page_bytes(self) -> int:

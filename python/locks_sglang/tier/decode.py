@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from locks_kernels import Selection, StepTables, tier
-from locks_kernels.hot_cache import COUNTERS, HotCache
+from locks_kernels.hot_cache import HotCache, tile_bytes
 
 from ..summaries import SummaryPool
 from .staged_records import StagedRecords
@@ -40,12 +40,11 @@ class HostTier:
         self._keys, self._values = pool.keys, pool.values
         pages, page_size, kv_heads, head_dim = pool.keys[0].shape
         dtype = pool.keys[0].dtype
-        tile_bytes = 2 * page_size * head_dim * dtype.itemsize
         tiles = len(pool.keys) * pages * kv_heads
         self.cache = HotCache.allocate(
             layers=len(pool.keys), pages=pages, kv_heads=kv_heads, page_size=page_size, head_dim=head_dim,
-            capacity=min(hot_bytes // tile_bytes, tiles), max_rows=requests, width=width,
-            open_rows=requests, dtype=dtype, device=device,
+            capacity=min(hot_bytes // tile_bytes(page_size, head_dim, dtype), tiles), max_rows=requests,
+            width=width, open_rows=requests, dtype=dtype, device=device,
         )  # fmt: skip
         self.staging: PrefillStaging | None = None
         if staged_tokens:
@@ -132,7 +131,7 @@ class HostTier:
         """
         if self._staged_records is not None:
             pages_built -= self._staged_records.pages_built
-        counted = dict(zip(COUNTERS, self.cache.counters.tolist(), strict=True))
+        counted = self.cache.counted()
         page_bytes = len(self._keys) * self.cache.kv_heads * self.cache.tile_bytes
         tiles = (counted["fills"] + counted["host_reads"]) * self.cache.tile_bytes
         staged = self.staging.pages_copied if self.staging is not None else 0
