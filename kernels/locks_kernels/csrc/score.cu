@@ -195,6 +195,7 @@ __device__ __forceinline__ void copy_units(const ScoreParams& params, const Rows
   cursor.enter(rows);
   // Page numbers are fetched one unit ahead of the copies.
   int pages = load_page(params, cursor);
+#pragma unroll 1
   for (int round = 0, team = 0; cursor.tile < range.end;) {
     const int ring = (first_team + team) * kStages + round % kStages;
     const int head = cursor.set * kTogether, ready = pages;
@@ -249,6 +250,7 @@ __device__ __forceinline__ void score_units(const ScoreParams& params, const Row
       ++tile;
     }
 
+#pragma unroll 1
     for (; count > 0; --count) {
       const char* stage = shared + ring * kStageBytes;
       barrier_wait(full_barrier(shared_address(shared), ring), parity);
@@ -284,6 +286,7 @@ __device__ __forceinline__ void score_units(const ScoreParams& params, const Row
 __device__ __forceinline__ void score_current_pages(const ScoreParams& params, const Rows& rows, int copy_warp) {
   const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
   const int units = params.rows * params.kv_heads;
+#pragma unroll 1
   for (int unit = copy_warp * gridDim.x + blockIdx.x; unit < units; unit += kCopyWarps * gridDim.x) {
     int row = unit / params.kv_heads, head = unit % params.kv_heads;
     if (rows.first[row + 1] == rows.first[row]) continue;
@@ -317,6 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
     barrier_init(free_barrier(shared_address(shared), threadIdx.x), kTogether);
   }
   if (!params.settled) wait_for_previous_kernel();
+#pragma unroll 1
   for (int row = threadIdx.x; row < params.rows; row += blockDim.x) closed[row] = (params.lengths[row] - 1) / kPage;
   schedule_rows(first, params.rows, params.lengths, params.budgets, kPage, params.capacity);
   Rows rows{first, closed};
@@ -325,6 +329,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
     // Not earlier: what the next kernels read ahead of their own wait must be there when they start.
     let_next_kernel_start();
     if (blockIdx.x == 0 && params.score_row_stride == 0) {
+#pragma unroll 1
       for (int row = threadIdx.x; row <= params.rows; row += 32 * kWarps) params.row_tiles[row] = first[row];
     }
     score_units(params, rows, shared);
