@@ -64,6 +64,12 @@ def test_one_long_row(pages):
     check([pages * PAGE - 5], [128], 128, kv_heads=4, group=8)
 
 
+@pytest.mark.parametrize(("rows", "pages"), [(8, 8192), (4, 16_384), (9, 8192), (40, 4096), (5, 40_000)])
+def test_batches_whose_blocks_share_multiprocessors(rows, pages):
+    """More clusters than fit one block a multiprocessor, and more than fit at all."""
+    check([(pages - 3 * row) * PAGE - 5 for row in range(rows)], [128] * rows, 128, kv_heads=4, group=8)
+
+
 def test_million_pages_of_several_heads():
     check([4_000_000], [128], 128, kv_heads=1, group=2)
 

@@ -14,6 +14,8 @@
 // variant: GROUP=8
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "select_search.cuh"
 
@@ -44,7 +46,7 @@ struct SelectParams {
   const int* budgets;
   int *pages, *logical, *counts;  // logical may be null
   int kv_heads, page_size, width;
-  int most_pages, staged_pages;  // of a block: in all, and at most to have them in shared memory
+  int staged_pages;  // most pages of a block whose scores go to shared memory
 };
 
 // All pages of a row, where they fit the list.
@@ -153,9 +155,11 @@ __device__ __forceinline__ void write_list(Shared& shared, const List& list, con
 __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SelectParams params) {
   extern __shared__ __align__(16) char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  unsigned* keys = reinterpret_cast<unsigned*>(raw + kSharedBytes);
-  int* physical = reinterpret_cast<int*>(keys + params.most_pages);
-  float* room = reinterpret_cast<float*>(physical + params.staged_pages);
+  // Keys take the place of the first head's scores where these are staged: each is written by the
+  // thread that has just read the scores of its page for the last time.
+  float* room = reinterpret_cast<float*>(raw + kSharedBytes);
+  unsigned* keys = reinterpret_cast<unsigned*>(room);
+  int* physical = reinterpret_cast<int*>(room + kGroup * params.staged_pages);
   let_next_kernel_start();
 
   const int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
@@ -261,14 +265,75 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
 }
 
 constexpr int kMostShared = 227 * 1024;
+constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multiprocessor
 
-// Most pages of one block of a cluster.
-int most_pages(int64_t max_pages, int cluster) {
-  return count_pitch(static_cast<int>(std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock)));
+// How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
+struct Shape {
+  int cluster, staged_pages, bytes;
+
+  // `alone`: no second block is to be on the multiprocessor.
+  Shape(int64_t max_pages, int cluster, bool alone) : cluster(cluster) {
+    const int most_pages =
+        count_pitch(static_cast<int>(std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock)));
+    // Scores of all heads and physical pages, or keys only.
+    const int room = (kMostShared - kSharedBytes) / (4 * (kGroup + 1)) / 4 * 4;
+    staged_pages = std::min({most_pages, alone ? 2 * kPagesPerBlock : kPagesPerBlock, room});
+    bytes = kSharedBytes + 4 * std::max(most_pages, (kGroup + 1) * staged_pages);
+    if (alone) bytes = std::max(bytes, kSharedOfTwo + 16);
+  }
+};
+
+void prepare(int device) {
+  static bool prepared[kMaxDevices] = {};
+  if (prepared[device]) return;
+  check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
+             "shared memory of the select kernel");
+  check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+             "cluster size of the select kernel");
+  prefer_shared_memory(select_kernel);
+  prepared[device] = true;
 }
 
-int shared_bytes(int64_t max_pages, int cluster, int staged_pages) {
-  return kSharedBytes + 4 * (most_pages(max_pages, cluster) + (kGroup + 1) * staged_pages);
+// Clusters of this shape that the GPU holds at a time, which is fewer than its multiprocessors
+// suggest: a cluster lies within one GPC, and these are of different sizes.
+int clusters_at_a_time(int device, const Shape& shape) {
+  thread_local std::map<std::pair<int, int>, int> known[kMaxDevices];
+  const auto [found, fresh] = known[device].try_emplace({shape.cluster, shape.bytes}, 0);
+  if (fresh) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = shape.cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(shape.cluster);
+    config.blockDim = dim3(kSelectThreads);
+    config.dynamicSmemBytes = shape.bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check_cuda(cudaOccupancyMaxActiveClusters(&found->second, select_kernel, &config), "occupancy of the select kernel");
+  }
+  return found->second;
+}
+
+// As many blocks a list as let all lists be worked on at a time, on a multiprocessor each or two on
+// one: a second wave would take as long again.
+Shape choose_shape(int device, int64_t max_pages, int lists) {
+  int cluster = 1;
+  while (cluster < kMaxCluster && cluster * kPagesPerBlock < max_pages) cluster *= 2;
+  for (;; cluster /= 2) {
+    for (const bool alone : {true, false}) {
+      const Shape shape(max_pages, cluster, alone);
+      if (shape.bytes > kMostShared) {
+        TVM_FFI_THROW(ValueError) << max_pages << " pages a request are more than select holds ("
+                                  << kMaxCluster * ((kMostShared - kSharedBytes) / 4 - 4) << ")";
+      }
+      if (clusters_at_a_time(device, shape) >= lists) return shape;
+    }
+    // Longer runs of pages whose keys leave no room for a second block gain nothing.
+    if (cluster == 1 || Shape(max_pages, cluster / 2, false).bytes > kSharedOfTwo) {
+      return Shape(max_pages, cluster, false);
+    }
+  }
 }
 
 // `lse` and `logical` may be 0; `row_tiles` is read where the row stride of the scores is 0.
@@ -294,33 +359,11 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   params.width = static_cast<int>(width);
 
   const int device = current_device();
+  prepare(device);
   const int lists = static_cast<int>(rows * kv_heads);
-  int cluster = 1;
-  while (cluster < kMaxCluster && cluster * kPagesPerBlock < max_pages) cluster *= 2;
-  // Many lists keep the GPU busy without many blocks each; shorter ones than the longest need few.
-  while (cluster > 1 && lists * cluster > multiprocessors(device) &&
-         shared_bytes(max_pages, cluster / 2, 0) <= kMostShared / 2) {
-    cluster /= 2;
-  }
-  params.most_pages = most_pages(max_pages, cluster);
-  if (shared_bytes(max_pages, cluster, 0) > kMostShared) {
-    TVM_FFI_THROW(ValueError) << max_pages << " pages a request are more than select holds ("
-                              << kMaxCluster * ((kMostShared - kSharedBytes) / 4 - 4) << ")";
-  }
-  // Scores and physical pages of a block go to shared memory, as far as there is room for them.
-  const int room = static_cast<int>((kMostShared - shared_bytes(max_pages, cluster, 0)) / (4 * (kGroup + 1)));
-  params.staged_pages = std::min({params.most_pages, 2 * kPagesPerBlock, room / 4 * 4});
-  static bool prepared[kMaxDevices] = {};
-  if (!prepared[device]) {
-    check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
-               "shared memory of the select kernel");
-    check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               "cluster size of the select kernel");
-    prefer_shared_memory(select_kernel);
-    prepared[device] = true;
-  }
-  launch(select_kernel, dim3(cluster, lists), kSelectThreads, shared_bytes(max_pages, cluster, params.staged_pages),
-         stream, cluster, params);
+  const Shape shape = choose_shape(device, max_pages, lists);
+  params.staged_pages = shape.staged_pages;
+  launch(select_kernel, dim3(shape.cluster, lists), kSelectThreads, shape.bytes, stream, shape.cluster, params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select, select);
