@@ -106,6 +106,25 @@ struct Queries {
 
 // ---- one warp's share -----------------------------------------------------------------------------
 
+// The tiles [begin, end) that a warp of block `split` takes of a list of `count` pages.
+struct Share {
+  int tokens, splits, begin, end;
+
+  __device__ __forceinline__ Share(const Params& params, int count, int length, int split) {
+    tokens = count > 0 ? (count - 1) * kPage + (length - 1) % kPage + 1 : 0;
+    unsigned tiles = (tokens + 15) / 16;
+    // Blocks in use: as many as give every warp enough tiles, whole clusters if it takes more than one.
+    unsigned enough = kWarps * params.tiles_a_warp, cluster = params.cluster;
+    unsigned used = max(1u, (tiles + enough - 1) / enough);
+    if (used > cluster) used = (used + cluster - 1) / cluster * cluster;
+    splits = min(used, static_cast<unsigned>(params.splits));
+    // At most 2^12 warps share at most 2^18 tiles.
+    unsigned warp = split * kWarps + threadIdx.x / 32, warps = splits * kWarps;
+    begin = split < splits ? warp * tiles / warps : 0;
+    end = split < splits ? (warp + 1) * tiles / warps : 0;
+  }
+};
+
 // Physical pages of the warp's tiles, 32 tiles at a time in the lanes, one batch ahead.
 struct PageList {
   const int* pages;
@@ -252,12 +271,12 @@ __device__ __forceinline__ Place find(const unsigned char* pool, int64_t page_by
   return {pool + page * page_bytes + slot * slot_bytes, slot_bytes};
 }
 
-// Tiles [begin, end) of the row's `tokens` tokens.
-__device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, const int* pages, int head,
-                                             int tokens, int begin, int end, Accumulator& acc) {
+// The tiles of a share that is not empty.
+__device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, PageList& list, int head,
+                                             const Share& share, Accumulator& acc) {
+  const int tokens = share.tokens, begin = share.begin, end = share.end;
   const unsigned char* keys = params.keys + head * params.k_head;
   const unsigned char* values = params.values + head * params.v_head;
-  PageList list(pages, begin, end);
   auto slot_of = [](int tile) { return tile % (kPage / 16) * 16; };
   const unsigned char *hot_keys = nullptr, *hot_values = nullptr;
 #if HOT
