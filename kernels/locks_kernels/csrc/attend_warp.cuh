@@ -271,6 +271,18 @@ __device__ __forceinline__ Place find(const unsigned char* pool, int64_t page_by
   return {pool + page * page_bytes + slot * slot_bytes, slot_bytes};
 }
 
+// Asks for a tile of keys or values to be brought to L2.
+__device__ __forceinline__ void prefetch_tile(Place place, int tokens) {
+  constexpr int kBytes = kDim * Kv::kBytes, kLines = (kBytes + 127) / 128;
+#pragma unroll
+  for (int i = 0; i < 16 * kLines; i += 32) {
+    int token = (i + threadIdx.x % 32) / kLines, line = (i + threadIdx.x % 32) % kLines;
+    if (token < tokens) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(place.at + token * place.slot_bytes + 128 * line));
+    }
+  }
+}
+
 // The tiles of a share that is not empty.
 __device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, PageList& list, int head,
                                              const Share& share, Accumulator& acc) {
@@ -294,6 +306,16 @@ __device__ __forceinline__ void attend_tiles(const Params& params, const Queries
   int64_t page = list.page(begin);
   load_keys(page, begin, tokens - 16 * begin);
   load_values(page, begin, tokens - 16 * begin);
+#if !HOT
+  // The second tile is asked for when the first one has come.  Short lists have no more than the two,
+  // which otherwise wait for memory one after the other.
+  if (begin + 1 < end) {
+    page = list.page(begin + 1);
+    int left = min(tokens - 16 * (begin + 1), 16);
+    prefetch_tile(find(keys, params.k_page, params.k_slot, hot_keys, page, slot_of(begin + 1)), left);
+    prefetch_tile(find(values, params.v_page, params.v_slot, hot_values, page, slot_of(begin + 1)), left);
+  }
+#endif
   for (int at = begin; at < end; ++at) {
     // Past the end nothing is loaded: no token is left of the share.
     int next = at + 1;
