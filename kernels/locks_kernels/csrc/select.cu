@@ -103,20 +103,23 @@ __device__ __forceinline__ void sum_scores(Shared& shared, const Scores& scores,
   if (lane == 0) shared.partial[part][head] = own;
 }
 
-// Keys of this block's pages; the sink and the current page are always chosen.  Equal scores give
-// equal keys wherever they are, so that ties are ties.
-__device__ __forceinline__ void make_keys(const Shared& shared, const Scores& scores, unsigned* keys, int begin,
+// Keys of this block's pages, and their histogram; the sink and the current page are always chosen.
+// Equal scores give equal keys wherever they are, so that ties are ties.
+__device__ __forceinline__ void make_keys(Shared& shared, const Scores& scores, unsigned* keys, int begin,
                                           int count, int last_page) {
   float lse[kGroup];
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) lse[g] = shared.lse[g];
+  const KeyRange ranked = kRankedKeys;
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += kSelectThreads) {
     float share = 0.0f;
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) share += exp2_approx(scores.at[g * scores.stride + i] * kLog2e - lse[g]);
     const int page = begin + i;
-    keys[i] = page == 0 || page == last_page ? kFixed : __float_as_uint(share);
+    const unsigned key = page == 0 || page == last_page ? kFixed : __float_as_uint(share);
+    keys[i] = key;
+    if (ranked.holds(key)) atomicAdd(&shared.local[share_bin(key)], 1u);
   }
 }
 
@@ -265,6 +268,10 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
 }
 
 constexpr int kMostShared = 227 * 1024;
+#ifndef ALONE  // 0: blocks may share a multiprocessor where there are enough for one each
+#define ALONE 1
+#endif
+constexpr bool kAlone = ALONE != 0;
 constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multiprocessor
 
 // How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
@@ -321,7 +328,7 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
   int cluster = 1;
   while (cluster < kMaxCluster && cluster * kPagesPerBlock < max_pages) cluster *= 2;
   for (;; cluster /= 2) {
-    for (const bool alone : {true, false}) {
+    for (const bool alone : {kAlone, false}) {
       const Shape shape(max_pages, cluster, alone);
       if (shape.bytes > kMostShared) {
         TVM_FFI_THROW(ValueError) << max_pages << " pages a request are more than select holds ("

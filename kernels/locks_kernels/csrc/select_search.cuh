@@ -87,19 +87,25 @@ struct Threshold {
   bool tied;       // the range is one key with too many pages to rank: the lower pages are chosen
 };
 
+// What the first histogram counts: all but the pages that are always chosen.
+constexpr KeyRange kRankedKeys{0u, kNoKeys.low - 1u};
+
 // Narrows the keys down to a range that holds the `need`-th largest one (need >= 1) and few others.
-// The team has synchronised since the first two histograms were cleared.
+// shared.local holds the first histogram of this block; the team has synchronised since the first
+// two joint ones were cleared.
 __device__ __forceinline__ Threshold find_threshold(Shared& shared, Team& team, const unsigned* keys, int count,
                                                     int need) {
-  KeyRange range{0u, kNoKeys.low - 1u};
+  KeyRange range = kRankedKeys;
 #pragma unroll 1
   for (int level = 0;; ++level) {
     const int shift = max(0, 21 - __clz(range.high - range.low));
     static_assert(kBins == 1 << 11, "a range is split into at most kBins parts");
+    if (level > 0) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-      const unsigned key = keys[i];
-      if (range.holds(key)) atomicAdd(&shared.local[level == 0 ? share_bin(key) : (key - range.low) >> shift], 1u);
+      for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+        const unsigned key = keys[i];
+        if (range.holds(key)) atomicAdd(&shared.local[(key - range.low) >> shift], 1u);
+      }
     }
     unsigned* histogram = shared.histogram[level % 3];
     add_histogram(shared, team, histogram);
