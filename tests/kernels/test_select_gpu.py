@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_cases import cuda, make_pair
-from locks_kernels import ATTEND_ALL, PageScores, score_select, select
+from locks_kernels import ATTEND_ALL, PageScores, Selection, cuda_score, score_select, select
 from locks_kernels.workspace import Workspace
 
 pytestmark = [pytest.mark.gpu, cuda]
@@ -168,6 +168,18 @@ def test_fused_call_is_score_then_select(name):
         impl="torch",
     )
     same(got, want, 30)
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("r4i4", 4), ("r8i4", 2), ("r6h", 8)])
+def test_sums_that_score_leaves_give_the_same_lists(name, kv_heads, monkeypatch):
+    """Several rows in blocks of score and several blocks a row, current pages full and just begun."""
+    lengths, budgets = [36_000, 300, 50_001, 70, 33_008, 700], [20, 9, 30, 4, 12, 30]
+    options = {"kv_heads": kv_heads, "group": 4, "head_dim": 128}
+    _, _, _, _, call = build(name, lengths, budgets, 30, **options)
+    got = call()
+    got = Selection(got.pages.clone(), got.logical.clone(), got.counts.clone())
+    monkeypatch.setattr(cuda_score, "SUMS", False)
+    same(got, call(), 30)
 
 
 def test_rows_that_do_not_fit_the_workspace_attend_everything():
