@@ -105,6 +105,23 @@ def test_many_shares_within_one_bin(pages, group):
     same(got, want, 130)
 
 
+@pytest.mark.parametrize("apart", [0.0, 4e-7, 0.4])
+@pytest.mark.parametrize(("pages", "group"), [(700, 1), (9000, 8), (40_000, 2)])
+def test_equal_shares_but_a_few(pages, group, apart):
+    """The range that is searched ends at the least and the largest share, wherever these are."""
+    values = torch.zeros(1, 2 * group, pages, device="cuda")
+    values[..., [5, 300, 301]] = apart
+    values[..., [17, 400]] = -apart
+    scores = PageScores(values, values.logsumexp(-1))
+    lengths = torch.tensor([pages * PAGE - 3], device="cuda")
+    budgets = torch.tensor([130], dtype=torch.int32, device="cuda")
+    arguments = {"kv_heads": 2, "page_size": PAGE, "width": 130}
+    table = make_table(1, pages)
+    want = select(scores, table, lengths, budgets, **arguments, impl="torch")
+    got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
+    same(got, want, 130)
+
+
 def test_shares_of_very_different_size():
     check([30_000, 2000], [100, 50], 100, spread=40.0)
 

@@ -148,7 +148,7 @@ __device__ __forceinline__ void sum_partials(const SelectParams& params, Shared&
   if (lane == 0) shared.partial[part][head] = own;
 }
 
-// Keys of this block's pages, and their histogram; the sink and the current page are always chosen.
+// Keys of this block's pages, their histogram and limits; the sink and the current page are always chosen.
 // Equal scores give equal keys wherever they are, so that ties are ties.
 __device__ __forceinline__ void make_keys(Shared& shared, const Scores& scores, unsigned* keys, int begin,
                                           int count, int last_page) {
@@ -156,6 +156,7 @@ __device__ __forceinline__ void make_keys(Shared& shared, const Scores& scores, 
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) lse[g] = shared.lse[g];
   const KeyRange ranked = kRankedKeys;
+  unsigned lowest = ~0u, highest = 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += kSelectThreads) {
     float share = 0.0f;
@@ -164,7 +165,17 @@ __device__ __forceinline__ void make_keys(Shared& shared, const Scores& scores, 
     const int page = begin + i;
     const unsigned key = page == 0 || page == last_page ? kFixed : __float_as_uint(share);
     keys[i] = key;
-    if (ranked.holds(key)) atomicAdd(&shared.local[share_bin(key)], 1u);
+    if (ranked.holds(key)) {
+      atomicAdd(&shared.local[share_bin(key)], 1u);
+      lowest = min(lowest, key);
+      highest = max(highest, key);
+    }
+  }
+  lowest = __reduce_min_sync(kFullWarp, lowest);
+  highest = __reduce_max_sync(kFullWarp, highest);
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(&shared.own_limits.lowest, lowest);
+    atomicMax(&shared.own_limits.highest, highest);
   }
 }
 
@@ -244,6 +255,8 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_
   if (threadIdx.x == 0) {
     shared.above = shared.equal = shared.candidates = 0;
     shared.last = Candidate{kFixed, -1};
+    shared.own_limits.lowest = shared.limits.lowest = ~0u;
+    shared.own_limits.highest = shared.limits.highest = 0;
   }
   // With the sums of `score` no barrier comes before the first joint histogram but this one.  A block
   // that has all pages sums them as fast by itself, in less code.

@@ -39,6 +39,8 @@ struct Shared {
   LogSum partial[kParts][kGroupPower];
   LogSum block_sums[kGroupPower];
   float lse[kGroupPower];
+  // Keys that are ranked lie between these: this block's, and those of all blocks.
+  struct { unsigned lowest, highest; } own_limits, limits;
   unsigned found_bin, found_above, found_count;
   int above, equal;  // pages of this block above the threshold, and at it
   int candidates;    // pages of this block in the range of the threshold
