@@ -105,7 +105,7 @@ def test_many_shares_within_one_bin(pages, group):
     same(got, want, 130)
 
 
-@pytest.mark.parametrize("apart", [0.0, 4e-7, 0.4])
+@pytest.mark.parametrize("apart", [0.0, 2e-5, 0.4])
 @pytest.mark.parametrize(("pages", "group"), [(700, 1), (9000, 8), (40_000, 2)])
 def test_equal_shares_but_a_few(pages, group, apart):
     """The range that is searched ends at the least and the largest share, wherever these are."""
