@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_cases import cuda, make_pair
-from locks_kernels import ATTEND_ALL, PageScores, score_select, select
+from locks_kernels import ATTEND_ALL, PageScores, Selection, cuda_score, score_select, select
 from locks_kernels.workspace import Workspace
 
 pytestmark = [pytest.mark.gpu, cuda]
@@ -64,6 +64,12 @@ def test_one_long_row(pages):
     check([pages * PAGE - 5], [128], 128, kv_heads=4, group=8)
 
 
+@pytest.mark.parametrize(("rows", "pages"), [(8, 8192), (4, 16_384), (9, 8192), (40, 4096), (5, 40_000)])
+def test_batches_whose_blocks_share_multiprocessors(rows, pages):
+    """More clusters than fit one block a multiprocessor, and more than fit at all."""
+    check([(pages - 3 * row) * PAGE - 5 for row in range(rows)], [128] * rows, 128, kv_heads=4, group=8)
+
+
 def test_million_pages_of_several_heads():
     check([4_000_000], [128], 128, kv_heads=1, group=2)
 
@@ -89,6 +95,23 @@ def test_many_shares_within_one_bin(pages, group):
     order = torch.randperm(pages, generator=generator, device="cuda")
     # Further apart than rounding, so that there is one right order.
     values = (5e-6 * order).expand(1, 2 * group, pages).contiguous()
+    scores = PageScores(values, values.logsumexp(-1))
+    lengths = torch.tensor([pages * PAGE - 3], device="cuda")
+    budgets = torch.tensor([130], dtype=torch.int32, device="cuda")
+    arguments = {"kv_heads": 2, "page_size": PAGE, "width": 130}
+    table = make_table(1, pages)
+    want = select(scores, table, lengths, budgets, **arguments, impl="torch")
+    got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
+    same(got, want, 130)
+
+
+@pytest.mark.parametrize("apart", [0.0, 2e-5, 0.4])
+@pytest.mark.parametrize(("pages", "group"), [(700, 1), (9000, 8), (40_000, 2)])
+def test_equal_shares_but_a_few(pages, group, apart):
+    """The range that is searched ends at the least and the largest share, wherever these are."""
+    values = torch.zeros(1, 2 * group, pages, device="cuda")
+    values[..., [5, 300, 301]] = apart
+    values[..., [17, 400]] = -apart
     scores = PageScores(values, values.logsumexp(-1))
     lengths = torch.tensor([pages * PAGE - 3], device="cuda")
     budgets = torch.tensor([130], dtype=torch.int32, device="cuda")
@@ -162,6 +185,18 @@ def test_fused_call_is_score_then_select(name):
         impl="torch",
     )
     same(got, want, 30)
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("r4i4", 4), ("r8i4", 2), ("r6h", 8)])
+def test_sums_that_score_leaves_give_the_same_lists(name, kv_heads, monkeypatch):
+    """Several rows in blocks of score and several blocks a row, current pages full and just begun."""
+    lengths, budgets = [36_000, 300, 50_001, 70, 33_008, 700], [20, 9, 30, 4, 12, 30]
+    options = {"kv_heads": kv_heads, "group": 4, "head_dim": 128}
+    _, _, _, _, call = build(name, lengths, budgets, 30, **options)
+    got = call()
+    got = Selection(got.pages.clone(), got.logical.clone(), got.counts.clone())
+    monkeypatch.setattr(cuda_score, "SUMS", False)
+    same(got, call(), 30)
 
 
 def test_rows_that_do_not_fit_the_workspace_attend_everything():

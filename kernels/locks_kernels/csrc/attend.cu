@@ -24,35 +24,36 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend_kernel(Params params
   Shared& shared = *reinterpret_cast<Shared*>(storage);
   int64_t row_head = blockIdx.y;
   int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
-  int split = blockIdx.x, warp = threadIdx.x / 32;
+  int split = blockIdx.x;
   bool chained = params.budgets != nullptr;
   if (!chained) wait_for_previous_kernel();
 
   Queries queries;
   queries.load(params, row, head);
   int length = params.lengths[row], present = (length + kPage - 1) / kPage;
-  bool everything = chained && present <= params.budgets[row];
+  int budget = chained ? params.budgets[row] : params.width;
+  bool everything = chained && present <= budget;
+  // The length of the list is known beforehand but for rows that had no room to be scored, so the list
+  // is read with the count, not after it.
+  int guess = everything ? present : min(min(budget, present), static_cast<int>(params.width));
+  Share share(params, guess, length, split);
+  const int* listed = params.pages + row_head * params.width;
+  const int* table = params.page_table + row * params.table_row;
   if (chained && !everything) wait_for_previous_kernel();
+  PageList list(everything ? table : listed, share.begin, share.end);
   int count = everything ? present : params.counts[row];
-  int tokens = count > 0 ? (count - 1) * kPage + (length - 1) % kPage + 1 : 0;
-  int tiles = (tokens + 15) / 16;
-  const int* pages = everything || count > params.width ? params.page_table + row * params.table_row
-                                          : params.pages + row_head * params.width;
-
-  // Blocks in use: as many as give every warp enough tiles, whole clusters if it takes more than one.
-  int enough = kWarps * params.tiles_a_warp;
-  int splits = max(1, (tiles + enough - 1) / enough);
-  if (splits > params.cluster) splits = (splits + params.cluster - 1) / params.cluster * params.cluster;
-  splits = min(splits, params.splits);
+  if (count != guess) {
+    share = Share(params, count, length, split);
+    list = PageList(count > params.width ? table : listed, share.begin, share.end);
+  }
+  const int splits = share.splits;
   if (split >= splits) return;
   int peers = min(splits, params.cluster), rank = split % params.cluster;
   if (peers > 1) cluster_arrive();
 
   Accumulator acc;
   acc.clear();
-  int64_t share = split * kWarps + warp, shares = splits * kWarps;
-  int begin = static_cast<int>(share * tiles / shares), end = static_cast<int>((share + 1) * tiles / shares);
-  if (begin < end) attend_tiles(params, queries, pages, head, tokens, begin, end, acc);
+  if (share.begin < share.end) attend_tiles(params, queries, list, head, share, acc);
   let_next_kernel_start();
   stage_warps(shared, acc);
 

@@ -106,6 +106,25 @@ struct Queries {
 
 // ---- one warp's share -----------------------------------------------------------------------------
 
+// The tiles [begin, end) that a warp of block `split` takes of a list of `count` pages.
+struct Share {
+  int tokens, splits, begin, end;
+
+  __device__ __forceinline__ Share(const Params& params, int count, int length, int split) {
+    tokens = count > 0 ? (count - 1) * kPage + (length - 1) % kPage + 1 : 0;
+    unsigned tiles = (tokens + 15) / 16;
+    // Blocks in use: as many as give every warp enough tiles, whole clusters if it takes more than one.
+    unsigned enough = kWarps * params.tiles_a_warp, cluster = params.cluster;
+    unsigned used = max(1u, (tiles + enough - 1) / enough);
+    if (used > cluster) used = (used + cluster - 1) / cluster * cluster;
+    splits = min(used, static_cast<unsigned>(params.splits));
+    // At most 2^12 warps share at most 2^18 tiles.
+    unsigned warp = split * kWarps + threadIdx.x / 32, warps = splits * kWarps;
+    begin = split < splits ? warp * tiles / warps : 0;
+    end = split < splits ? (warp + 1) * tiles / warps : 0;
+  }
+};
+
 // Physical pages of the warp's tiles, 32 tiles at a time in the lanes, one batch ahead.
 struct PageList {
   const int* pages;
@@ -252,12 +271,24 @@ __device__ __forceinline__ Place find(const unsigned char* pool, int64_t page_by
   return {pool + page * page_bytes + slot * slot_bytes, slot_bytes};
 }
 
-// Tiles [begin, end) of the row's `tokens` tokens.
-__device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, const int* pages, int head,
-                                             int tokens, int begin, int end, Accumulator& acc) {
+// Asks for a tile of keys or values to be brought to L2.
+__device__ __forceinline__ void prefetch_tile(Place place, int tokens) {
+  constexpr int kBytes = kDim * Kv::kBytes, kLines = (kBytes + 127) / 128;
+#pragma unroll
+  for (int i = 0; i < 16 * kLines; i += 32) {
+    int token = (i + threadIdx.x % 32) / kLines, line = (i + threadIdx.x % 32) % kLines;
+    if (token < tokens) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(place.at + token * place.slot_bytes + 128 * line));
+    }
+  }
+}
+
+// The tiles of a share that is not empty.
+__device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, PageList& list, int head,
+                                             const Share& share, Accumulator& acc) {
+  const int tokens = share.tokens, begin = share.begin, end = share.end;
   const unsigned char* keys = params.keys + head * params.k_head;
   const unsigned char* values = params.values + head * params.v_head;
-  PageList list(pages, begin, end);
   auto slot_of = [](int tile) { return tile % (kPage / 16) * 16; };
   const unsigned char *hot_keys = nullptr, *hot_values = nullptr;
 #if HOT
@@ -275,6 +306,16 @@ __device__ __forceinline__ void attend_tiles(const Params& params, const Queries
   int64_t page = list.page(begin);
   load_keys(page, begin, tokens - 16 * begin);
   load_values(page, begin, tokens - 16 * begin);
+#if !HOT
+  // The second tile is asked for when the first one has come.  Short lists have no more than the two,
+  // which otherwise wait for memory one after the other.
+  if (begin + 1 < end) {
+    page = list.page(begin + 1);
+    int left = min(tokens - 16 * (begin + 1), 16);
+    prefetch_tile(find(keys, params.k_page, params.k_slot, hot_keys, page, slot_of(begin + 1)), left);
+    prefetch_tile(find(values, params.v_page, params.v_slot, hot_values, page, slot_of(begin + 1)), left);
+  }
+#endif
   for (int at = begin; at < end; ++at) {
     // Past the end nothing is loaded: no token is left of the share.
     int next = at + 1;

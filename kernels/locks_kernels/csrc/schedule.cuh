@@ -17,6 +17,7 @@ __device__ __forceinline__ bool needs_scores(int pages, int budget) { return pag
 // All threads of the block call it; `first` is shared memory and ready when it returns.
 __device__ __forceinline__ void schedule_rows(int* first, int rows, const Lengths& lengths, const int* budgets,
                                               int page_size, int capacity) {
+#pragma unroll 1
   for (int row = threadIdx.x; row < rows; row += blockDim.x) {
     int pages = pages_of(lengths[row], page_size);
     first[row + 1] = needs_scores(pages, budgets[row]) ? (pages + kTile - 1) / kTile : 0;
@@ -26,6 +27,7 @@ __device__ __forceinline__ void schedule_rows(int* first, int rows, const Length
   if (threadIdx.x < 32) {
     int lane = threadIdx.x;
     int total = 0, cut = 0;
+#pragma unroll 1
     for (int base = 0; base < rows; base += 32) {
       int row = base + lane;
       int sum = row < rows ? first[row + 1] : 0;

@@ -14,6 +14,8 @@
 // variant: GROUP=8
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "select_search.cuh"
 
@@ -38,19 +40,22 @@ struct SelectParams {
   int64_t score_row_stride, score_head_stride;  // row stride 0: packed by row_tiles
   const float* lse;                             // [rows, q_heads], or null: computed here
   const int* row_tiles;
+  const LogSum* partials;  // what the blocks of `score` have summed up, `parts` a row and head, or null
+  int parts, score_blocks, rows;
   const int* page_table;
   int64_t table_stride;
   Lengths lengths;
   const int* budgets;
   int *pages, *logical, *counts;  // logical may be null
   int kv_heads, page_size, width;
-  int most_pages, staged_pages;  // of a block: in all, and at most to have them in shared memory
+  int staged_pages;  // most pages of a block whose scores go to shared memory
 };
 
 // All pages of a row, where they fit the list.
 __device__ __forceinline__ void list_everything(const SelectParams& params, const List& list, int present, int row,
                                                 int head) {
   if (present <= params.width) {
+#pragma unroll 1
     for (int i = blockIdx.x * kSelectThreads + threadIdx.x; i < present; i += gridDim.x * kSelectThreads) {
       list.put(i, i, list.table[i]);
     }
@@ -101,20 +106,76 @@ __device__ __forceinline__ void sum_scores(Shared& shared, const Scores& scores,
   if (lane == 0) shared.partial[part][head] = own;
 }
 
-// Keys of this block's pages; the sink and the current page are always chosen.  Equal scores give
-// equal keys wherever they are, so that ties are ties.
-__device__ __forceinline__ void make_keys(const Shared& shared, const Scores& scores, unsigned* keys, int begin,
+// The same from what `score` has left of a row, so that every block of the team knows the sums over
+// all pages.  The current page is in none of these; `current` is its score for the first query head.
+__device__ __forceinline__ void sum_partials(const SelectParams& params, Shared& shared, int row, int kv_head,
+                                             const float* current, int64_t stride) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = warp % kGroupPower, part = warp / kGroupPower;
+  if (head >= kGroup) return;
+  const RowBlocks blocks{static_cast<unsigned>(params.row_tiles[params.rows]),
+                         static_cast<unsigned>(params.score_blocks), params.row_tiles[row], params.row_tiles[row + 1]};
+  const int last_block = blocks.block_of(blocks.last - 1);
+  LogSum own{kNoScore, 0.0f};
+  if (part == 0 && lane == 0) own = LogSum{current[head * stride] * kLog2e, 1.0f};
+#pragma unroll 1
+  for (int block = blocks.block_of(blocks.first) + 32 * part + lane; block <= last_block; block += 32 * kParts) {
+    const LogSum* sums = params.partials + partial_slot(block, row, params.kv_heads * kGroup, kv_head * kGroup + head,
+                                                        params.parts);
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int begin = 0; begin < params.parts; begin += kAtOnce) {
+      LogSum found[kAtOnce];
+      float largest = own.largest;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        // A team that has no tile of the row has left nothing.
+        const bool there = begin + i < params.parts && blocks.has(block, begin + i, params.parts);
+        found[i] = there ? sums[begin + i] : LogSum{kNoScore, 0.0f};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) largest = fmaxf(largest, found[i].largest);
+      own.sum *= exp2_approx(own.largest - largest);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) own.sum += found[i].sum * exp2_approx(found[i].largest - largest);
+      own.largest = largest;
+    }
+  }
+#pragma unroll 1
+  for (int step = 1; step < 32; step *= 2) {
+    own = join(own, LogSum{__shfl_xor_sync(kFullWarp, own.largest, step), __shfl_xor_sync(kFullWarp, own.sum, step)});
+  }
+  if (lane == 0) shared.partial[part][head] = own;
+}
+
+// Keys of this block's pages, their histogram and limits; the sink and the current page are always chosen.
+// Equal scores give equal keys wherever they are, so that ties are ties.
+__device__ __forceinline__ void make_keys(Shared& shared, const Scores& scores, unsigned* keys, int begin,
                                           int count, int last_page) {
   float lse[kGroup];
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) lse[g] = shared.lse[g];
+  const KeyRange ranked = kRankedKeys;
+  unsigned lowest = ~0u, highest = 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += kSelectThreads) {
     float share = 0.0f;
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) share += exp2_approx(scores.at[g * scores.stride + i] * kLog2e - lse[g]);
     const int page = begin + i;
-    keys[i] = page == 0 || page == last_page ? kFixed : __float_as_uint(share);
+    const unsigned key = page == 0 || page == last_page ? kFixed : __float_as_uint(share);
+    keys[i] = key;
+    if (ranked.holds(key)) {
+      atomicAdd(&shared.local[share_bin(key)], 1u);
+      lowest = min(lowest, key);
+      highest = max(highest, key);
+    }
+  }
+  lowest = __reduce_min_sync(kFullWarp, lowest);
+  highest = __reduce_max_sync(kFullWarp, highest);
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(&shared.own_limits.lowest, lowest);
+    atomicMax(&shared.own_limits.highest, highest);
   }
 }
 
@@ -150,12 +211,14 @@ __device__ __forceinline__ void write_list(Shared& shared, const List& list, con
   }
 }
 
-__global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SelectParams params) {
+__global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_constant__ SelectParams params) {
   extern __shared__ __align__(16) char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  unsigned* keys = reinterpret_cast<unsigned*>(raw + kSharedBytes);
-  int* physical = reinterpret_cast<int*>(keys + params.most_pages);
-  float* room = reinterpret_cast<float*>(physical + params.staged_pages);
+  // Keys take the place of the first head's scores where these are staged: each is written by the
+  // thread that has just read the scores of its page for the last time.
+  float* room = reinterpret_cast<float*>(raw + kSharedBytes);
+  unsigned* keys = reinterpret_cast<unsigned*>(room);
+  int* physical = reinterpret_cast<int*>(room + kGroup * params.staged_pages);
   let_next_kernel_start();
 
   const int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
@@ -192,6 +255,15 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   if (threadIdx.x == 0) {
     shared.above = shared.equal = shared.candidates = 0;
     shared.last = Candidate{kFixed, -1};
+    shared.own_limits.lowest = shared.limits.lowest = ~0u;
+    shared.own_limits.highest = shared.limits.highest = 0;
+  }
+  // With the sums of `score` no barrier comes before the first joint histogram but this one.  A block
+  // that has all pages sums them as fast by itself, in less code.
+  const bool summed = params.partials != nullptr && team.size > 1;
+  if (summed) {
+    __syncwarp();
+    team.arrive();
   }
   wait_for_previous_kernel();
 
@@ -203,6 +275,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
     if (tiles == 0) {
       copies_wait();
       list_everything(params, list, present, row, head);
+      if (summed) team.wait();
       return;
     }
     scores.stride = static_cast<int64_t>(tiles) * kTile;
@@ -213,13 +286,18 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   }
   if (team.rank == 0 && head == 0 && threadIdx.x == 0) params.counts[row] = budget;
 
+  const float* current = scores.at - begin + present - 1;
+  const int64_t stride = scores.stride;
   if (staged) {
     stage(scores, room, count, packed);
     scores = Scores{room, count_pitch(count)};
+  }
+  if (summed) sum_partials(params, shared, row, head, current, stride);
+  if (staged) {
     copies_wait();
     __syncthreads();
   }
-  sum_scores(shared, scores, count);
+  if (!summed) sum_scores(shared, scores, count);
   if (params.lse != nullptr) {
     if (threadIdx.x < kGroup) {
       const int64_t q_head = (static_cast<int64_t>(row) * params.kv_heads + head) * kGroup + threadIdx.x;
@@ -227,7 +305,8 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
     }
     team.sync();
   } else {
-    join_team(shared, team);
+    join_team(shared, team, summed);
+    if (summed) team.wait();
   }
   make_keys(shared, scores, keys, begin, count, present - 1);
 
@@ -261,19 +340,85 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
 }
 
 constexpr int kMostShared = 227 * 1024;
+#ifndef ALONE  // 0: blocks may share a multiprocessor where there are enough for one each
+#define ALONE 1
+#endif
+constexpr bool kAlone = ALONE != 0;
+constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multiprocessor
 
-// Most pages of one block of a cluster.
-int most_pages(int64_t max_pages, int cluster) {
-  return count_pitch(static_cast<int>(std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock)));
+// How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
+struct Shape {
+  int cluster, staged_pages, bytes;
+
+  // `alone`: no second block is to be on the multiprocessor.
+  Shape(int64_t max_pages, int cluster, bool alone) : cluster(cluster) {
+    const int most_pages =
+        count_pitch(static_cast<int>(std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock)));
+    // Scores of all heads and physical pages, or keys only.
+    const int room = (kMostShared - kSharedBytes) / (4 * (kGroup + 1)) / 4 * 4;
+    staged_pages = std::min({most_pages, alone ? 2 * kPagesPerBlock : kPagesPerBlock, room});
+    bytes = kSharedBytes + 4 * std::max(most_pages, (kGroup + 1) * staged_pages);
+    if (alone) bytes = std::max(bytes, kSharedOfTwo + 16);
+  }
+};
+
+void prepare(int device) {
+  static bool prepared[kMaxDevices] = {};
+  if (prepared[device]) return;
+  check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
+             "shared memory of the select kernel");
+  check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+             "cluster size of the select kernel");
+  prefer_shared_memory(select_kernel);
+  prepared[device] = true;
 }
 
-int shared_bytes(int64_t max_pages, int cluster, int staged_pages) {
-  return kSharedBytes + 4 * (most_pages(max_pages, cluster) + (kGroup + 1) * staged_pages);
+// Clusters of this shape that the GPU holds at a time, which is fewer than its multiprocessors
+// suggest: a cluster lies within one GPC, and these are of different sizes.
+int clusters_at_a_time(int device, const Shape& shape) {
+  thread_local std::map<std::pair<int, int>, int> known[kMaxDevices];
+  const auto [found, fresh] = known[device].try_emplace({shape.cluster, shape.bytes}, 0);
+  if (fresh) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = shape.cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(shape.cluster);
+    config.blockDim = dim3(kSelectThreads);
+    config.dynamicSmemBytes = shape.bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    // None where the GPU has no clusters of that size.
+    if (cudaOccupancyMaxActiveClusters(&found->second, select_kernel, &config) != cudaSuccess) cudaGetLastError();
+  }
+  return found->second;
 }
 
-// `lse` and `logical` may be 0; `row_tiles` is read where the row stride of the scores is 0.
+// As many blocks a list as let all lists be worked on at a time, on a multiprocessor each or two on
+// one: a second wave would take as long again.
+Shape choose_shape(int device, int64_t max_pages, int lists) {
+  int cluster = 1;
+  while (cluster < kMaxCluster && cluster * kPagesPerBlock < max_pages) cluster *= 2;
+  for (;; cluster /= 2) {
+    for (const bool alone : {kAlone, false}) {
+      const Shape shape(max_pages, cluster, alone);
+      if (shape.bytes > kMostShared) {
+        TVM_FFI_THROW(ValueError) << max_pages << " pages a request are more than select holds ("
+                                  << kMaxCluster * ((kMostShared - kSharedBytes) / 4 - 4) << ")";
+      }
+      if (clusters_at_a_time(device, shape) >= lists) return shape;
+    }
+    // Longer runs of pages whose keys leave no room for a second block gain nothing.
+    if (cluster == 1 || Shape(max_pages, cluster / 2, false).bytes > kSharedOfTwo) {
+      return Shape(max_pages, cluster, false);
+    }
+  }
+}
+
+// `lse`, `partials` and `logical` may be 0, `lse` where there are `partials`; `row_tiles` is read where the row stride of the scores is 0.
 void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride, int64_t lse, int64_t row_tiles,
-            int64_t page_table, int64_t table_stride, int64_t lengths, bool wide_lengths, int64_t budgets,
+            int64_t partials, int64_t parts, int64_t page_table, int64_t table_stride, int64_t lengths, bool wide_lengths, int64_t budgets,
             int64_t pages, int64_t logical, int64_t counts, int64_t rows, int64_t kv_heads, int64_t page_size,
             int64_t width, int64_t max_pages, int64_t stream) {
   SelectParams params;
@@ -282,6 +427,9 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   params.score_head_stride = score_head_stride;
   params.lse = address<const float>(lse);
   params.row_tiles = address<const int>(row_tiles);
+  params.partials = address<const LogSum>(partials);
+  params.parts = static_cast<int>(parts);
+  params.rows = static_cast<int>(rows);
   params.page_table = address<const int>(page_table);
   params.table_stride = table_stride;
   params.lengths = Lengths{address<const void>(lengths), wide_lengths};
@@ -294,33 +442,12 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   params.width = static_cast<int>(width);
 
   const int device = current_device();
+  params.score_blocks = multiprocessors(device);
+  prepare(device);
   const int lists = static_cast<int>(rows * kv_heads);
-  int cluster = 1;
-  while (cluster < kMaxCluster && cluster * kPagesPerBlock < max_pages) cluster *= 2;
-  // Many lists keep the GPU busy without many blocks each; shorter ones than the longest need few.
-  while (cluster > 1 && lists * cluster > multiprocessors(device) &&
-         shared_bytes(max_pages, cluster / 2, 0) <= kMostShared / 2) {
-    cluster /= 2;
-  }
-  params.most_pages = most_pages(max_pages, cluster);
-  if (shared_bytes(max_pages, cluster, 0) > kMostShared) {
-    TVM_FFI_THROW(ValueError) << max_pages << " pages a request are more than select holds ("
-                              << kMaxCluster * ((kMostShared - kSharedBytes) / 4 - 4) << ")";
-  }
-  // Scores and physical pages of a block go to shared memory, as far as there is room for them.
-  const int room = static_cast<int>((kMostShared - shared_bytes(max_pages, cluster, 0)) / (4 * (kGroup + 1)));
-  params.staged_pages = std::min({params.most_pages, 2 * kPagesPerBlock, room / 4 * 4});
-  static bool prepared[kMaxDevices] = {};
-  if (!prepared[device]) {
-    check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
-               "shared memory of the select kernel");
-    check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               "cluster size of the select kernel");
-    prefer_shared_memory(select_kernel);
-    prepared[device] = true;
-  }
-  launch(select_kernel, dim3(cluster, lists), kSelectThreads, shared_bytes(max_pages, cluster, params.staged_pages),
-         stream, cluster, params);
+  const Shape shape = choose_shape(device, max_pages, lists);
+  params.staged_pages = shape.staged_pages;
+  launch(select_kernel, dim3(shape.cluster, lists), kSelectThreads, shape.bytes, stream, shape.cluster, params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select, select);

@@ -33,8 +33,8 @@ __device__ __forceinline__ KeyRange range_of_bin(unsigned bin) {
 // The block that keeps a bin of a joint histogram: four neighbours together, dealt round.
 __device__ __forceinline__ int bin_owner(const Team& team, unsigned bin) { return (bin >> 2) & (team.size - 1); }
 
-// Adds this block's histogram to the joint one and clears it.
-__device__ __forceinline__ void add_histogram(Shared& shared, Team& team, unsigned* histogram) {
+// Adds this block's histogram to the joint one and clears it; the first time all blocks get its limits.
+__device__ __forceinline__ void add_histogram(Shared& shared, Team& team, unsigned* histogram, bool first) {
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kBins / kSelectThreads; ++i) {
@@ -44,6 +44,10 @@ __device__ __forceinline__ void add_histogram(Shared& shared, Team& team, unsign
       atomicAdd(team.at(&histogram[bin], bin_owner(team, bin)), found);
       shared.local[bin] = 0;
     }
+  }
+  if (first && threadIdx.x < team.size) {
+    atomicMin(team.at(&shared.limits.lowest, threadIdx.x), shared.own_limits.lowest);
+    atomicMax(team.at(&shared.limits.highest, threadIdx.x), shared.own_limits.highest);
   }
   team.sync();
 }
@@ -87,28 +91,40 @@ struct Threshold {
   bool tied;       // the range is one key with too many pages to rank: the lower pages are chosen
 };
 
+// What the first histogram counts: all but the pages that are always chosen.
+constexpr KeyRange kRankedKeys{0u, kNoKeys.low - 1u};
+
 // Narrows the keys down to a range that holds the `need`-th largest one (need >= 1) and few others.
-// The team has synchronised since the first two histograms were cleared.
+// shared.local holds the first histogram of this block; the team has synchronised since the first
+// two joint ones were cleared.
 __device__ __forceinline__ Threshold find_threshold(Shared& shared, Team& team, const unsigned* keys, int count,
                                                     int need) {
-  KeyRange range{0u, kNoKeys.low - 1u};
+  KeyRange range = kRankedKeys;
 #pragma unroll 1
   for (int level = 0;; ++level) {
     const int shift = max(0, 21 - __clz(range.high - range.low));
     static_assert(kBins == 1 << 11, "a range is split into at most kBins parts");
+    if (level > 0) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-      const unsigned key = keys[i];
-      if (range.holds(key)) atomicAdd(&shared.local[level == 0 ? share_bin(key) : (key - range.low) >> shift], 1u);
+      for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+        const unsigned key = keys[i];
+        if (range.holds(key)) atomicAdd(&shared.local[(key - range.low) >> shift], 1u);
+      }
     }
     unsigned* histogram = shared.histogram[level % 3];
-    add_histogram(shared, team, histogram);
+    add_histogram(shared, team, histogram, level == 0);
     // All blocks have read the one of the level before: it is the next but one.
     for (int i = threadIdx.x; i < kBins; i += kSelectThreads) shared.histogram[(level + 2) % 3][i] = 0;
     find_bin(shared, team, histogram, need);
     need -= shared.found_above;
-    const unsigned low = range.low + (shared.found_bin << shift);
-    range = level == 0 ? range_of_bin(shared.found_bin) : KeyRange{low, low + (1u << shift) - 1u};
+    if (level == 0) {
+      // No wider than the keys are apart: flat attention needs few further levels, equal keys none.
+      range = range_of_bin(shared.found_bin);
+      range = KeyRange{max(range.low, shared.limits.lowest), min(range.high, shared.limits.highest)};
+    } else {
+      range.low += shared.found_bin << shift;
+      range.high = range.low + min(range.high - range.low, (1u << shift) - 1u);
+    }
     const bool few = shared.found_count <= kMostCandidates;
     if (few || range.low == range.high) return Threshold{range, need, !few};
   }

@@ -3,7 +3,7 @@
 
 #include <cooperative_groups.h>
 
-#include "schedule.cuh"
+#include "partial_sums.cuh"
 
 #ifndef GROUP
 #define GROUP 8
@@ -27,17 +27,6 @@ constexpr int kMostCandidates = 96;
 // Pages that are worth a block of their own.
 constexpr int kPagesPerBlock = 2048;
 
-struct LogSum {
-  float largest, sum;  // in log2 units: log2(sum) + largest
-};
-
-__device__ __forceinline__ LogSum join(LogSum a, LogSum b) {
-  float largest = fmaxf(a.largest, b.largest);
-  if (largest == -INFINITY) return LogSum{-INFINITY, 0.0f};
-  return LogSum{largest,
-                a.sum * exp2_approx(a.largest - largest) + b.sum * exp2_approx(b.largest - largest)};
-}
-
 struct Candidate {
   unsigned key;
   int page;
@@ -50,6 +39,8 @@ struct Shared {
   LogSum partial[kParts][kGroupPower];
   LogSum block_sums[kGroupPower];
   float lse[kGroupPower];
+  // Keys that are ranked lie between these: this block's, and those of all blocks.
+  struct { unsigned lowest, highest; } own_limits, limits;
   unsigned found_bin, found_above, found_count;
   int above, equal;  // pages of this block above the threshold, and at it
   int candidates;    // pages of this block in the range of the threshold
@@ -84,8 +75,9 @@ struct Team {
   }
 };
 
-// LSE of each query head over the team's pages, from the warps' parts in shared.partial.
-__device__ __forceinline__ void join_team(Shared& shared, Team& team) {
+// LSE of each query head from the warps' parts in shared.partial: over the team's pages, or over this
+// block's parts only where each block has them all.
+__device__ __forceinline__ void join_team(Shared& shared, Team& team, bool complete) {
   // Thread (head, part or block): 16 neighbouring lanes hold what they join.
   const int head = threadIdx.x / 16, other = threadIdx.x % 16;
   const bool takes_part = head < kGroupPower;
@@ -101,7 +93,7 @@ __device__ __forceinline__ void join_team(Shared& shared, Team& team) {
   __syncthreads();
   if (takes_part && other < kParts) total = shared.partial[other][head];
   join_16();
-  if (team.size > 1) {
+  if (team.size > 1 && !complete) {
     if (takes_part && other == 0) shared.block_sums[head] = total;
     team.sync();
     total = LogSum{-INFINITY, 0.0f};
