@@ -88,8 +88,7 @@ def score_packed(
     many a block leaves of a row and query head, which ``select`` needs to read them; 0: none.
     """
     tiles = scores.numel() // (queries.shape[1] * TILE_PAGES)
-    parts = 0 if partials is None else partial_sums(queries, keys, records, tiles, open_pages is not None)
-    _launch(
+    return _launch(
         queries,
         keys,
         records,
@@ -103,9 +102,8 @@ def score_packed(
         tiles,
         settled,
         open_pages,
-        partials if parts else None,
+        partials,
     )
-    return parts
 
 
 def _launch(
@@ -123,12 +121,16 @@ def _launch(
     settled: bool = False,
     open_pages: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
-) -> None:
+) -> int:
     check(queries, keys, records, page_table, seq_lens, budgets)
     rows, q_heads, _ = queries.shape
     kv_heads = keys.shape[2]
     if rows == 0:
-        return
+        return 0
+    # Not before the check: what is not legal is not to be compiled.
+    parts = 0
+    if partials is not None:
+        parts = partial_sums(queries, keys, records, capacity, open_pages is not None)
     loaded = library(queries, keys, records, open_pages is not None)
     common = (
         page_table.data_ptr(),
@@ -158,11 +160,12 @@ def _launch(
         planes = [plane.data_ptr() for plane in records.planes]
         end = storage.data_ptr() + storage.nbytes()
         current = 0 if open_pages is None else open_pages.data_ptr()
-        sums = 0 if partials is None else partials.data_ptr()
+        sums = partials.data_ptr() if partials is not None and parts else 0
         loaded.score(*vectors, *planes, end, *common, settled, current, sums, stream)
     else:
         planes = [0, 0] if records is None else [plane.data_ptr() for plane in records.planes]
         loaded.page_scores(*vectors, *planes, *common, stream)
+    return parts
 
 
 def library(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import make_cache
 from locks_kernels import score
+from locks_kernels.cuda_score import score_packed
 from locks_kernels.reference import reconstruct
 
 ODD_LENGTHS = [1, 15, 16, 17, 31, 32, 33, 100]
@@ -134,3 +135,21 @@ def test_refusals():
     other = make_cache([40], page_size=32).records("r4i4")
     with pytest.raises(ValueError, match="page size 32 and head_dim 64, keys have 16 and 64"):
         score(cache.queries, cache.keys, other, *table)
+
+
+def test_what_the_cuda_kernels_do_not_take_is_refused_before_anything_is_compiled():
+    cache = make_cache([40], group=17, kv_heads=1, dtype=torch.bfloat16)
+    budgets = torch.ones(1, dtype=torch.int32)
+    buffers = torch.zeros(17 * 8), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="1 to 16"):
+        score_packed(
+            cache.queries,
+            cache.keys,
+            cache.records("r4i4"),
+            cache.page_table,
+            cache.seq_lens,
+            budgets,
+            cache.sm_scale,
+            *buffers,
+            partials=torch.zeros(257, 17, 8, 2),
+        )

@@ -349,6 +349,7 @@ constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multipro
 // How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
 struct Shape {
   int cluster, staged_pages, bytes;
+  int least_bytes;  // with no scores staged
 
   // `alone`: no second block is to be on the multiprocessor.
   Shape(int64_t max_pages, int cluster, bool alone) : cluster(cluster) {
@@ -357,7 +358,8 @@ struct Shape {
     // Scores of all heads and physical pages, or keys only.
     const int room = (kMostShared - kSharedBytes) / (4 * (kGroup + 1)) / 4 * 4;
     staged_pages = std::min({most_pages, alone ? 2 * kPagesPerBlock : kPagesPerBlock, room});
-    bytes = kSharedBytes + 4 * std::max(most_pages, (kGroup + 1) * staged_pages);
+    least_bytes = kSharedBytes + 4 * most_pages;
+    bytes = std::max(least_bytes, kSharedBytes + 4 * (kGroup + 1) * staged_pages);
     if (alone) bytes = std::max(bytes, kSharedOfTwo + 16);
   }
 };
@@ -409,18 +411,21 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
       }
       if (clusters_at_a_time(device, shape) >= lists) return shape;
     }
-    // Longer runs of pages whose keys leave no room for a second block gain nothing.
-    if (cluster == 1 || Shape(max_pages, cluster / 2, false).bytes > kSharedOfTwo) {
+    // Longer runs of pages, whose keys take more than half of a multiprocessor, gain nothing.  Scores of
+    // more than 8 heads take more than that in any case, and then too many blocks only wait.
+    if (cluster == 1 || Shape(max_pages, cluster / 2, false).least_bytes > kSharedOfTwo) {
       return Shape(max_pages, cluster, false);
     }
   }
 }
 
-// `lse`, `partials` and `logical` may be 0, `lse` where there are `partials`; `row_tiles` is read where the row stride of the scores is 0.
+// `lse`, `partials` and `logical` may be 0, and one of the first two must be; `row_tiles` is read where
+// the row stride of the scores is 0.
 void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride, int64_t lse, int64_t row_tiles,
-            int64_t partials, int64_t parts, int64_t page_table, int64_t table_stride, int64_t lengths, bool wide_lengths, int64_t budgets,
-            int64_t pages, int64_t logical, int64_t counts, int64_t rows, int64_t kv_heads, int64_t page_size,
-            int64_t width, int64_t max_pages, int64_t stream) {
+            int64_t partials, int64_t parts, int64_t page_table, int64_t table_stride, int64_t lengths,
+            bool wide_lengths, int64_t budgets, int64_t pages, int64_t logical, int64_t counts, int64_t rows,
+            int64_t kv_heads, int64_t page_size, int64_t width, int64_t max_pages, int64_t stream) {
+  if (partials && (lse || !row_tiles)) TVM_FFI_THROW(ValueError) << "sums of score come with packed scores and no lse";
   SelectParams params;
   params.scores = address<const float>(scores);
   params.score_row_stride = score_row_stride;
