@@ -256,6 +256,36 @@ def test_rows_that_do_not_fit_the_workspace_attend_everything():
     assert got.counts.tolist() == [10, 10, 50]
 
 
+def test_list_of_a_row_without_room_is_whole_where_other_blocks_have_left():
+    """The longest row has a cluster of blocks a list, of which the one without room keeps one."""
+    device, records, _, _, _ = build("r4i4", [40_000, 12_000], [10, 700], 800, group=2)
+    small = Workspace.allocate(
+        max_rows=2,
+        q_heads=4,
+        kv_heads=2,
+        max_pages=2500,
+        width=800,
+        head_dim=64,
+        device="cuda",
+        total_pages=2504,
+    )
+    got = score_select(
+        device.queries,
+        device.keys,
+        records,
+        device.page_table,
+        device.seq_lens,
+        torch.tensor([10, 700], dtype=torch.int32, device="cuda"),
+        device.sm_scale,
+        width=800,
+        workspace=small,
+        impl="cuda",
+    )
+    assert got.counts.tolist() == [10, 750]
+    for head in range(2):
+        assert torch.equal(got.pages[1, head, :750], device.page_table[1, :750])
+
+
 def test_one_graph_serves_changing_lengths_tables_rows_and_budgets():
     lengths = [2000, 9000, 500, 33]
     device, _, _, budgets, call = build("r4i4", lengths, [12] * 4, 12, group=4, head_dim=128)

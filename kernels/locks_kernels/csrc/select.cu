@@ -51,12 +51,12 @@ struct SelectParams {
   int staged_pages;  // most pages of a block whose scores go to shared memory
 };
 
-// All pages of a row, where they fit the list.
+// All pages of a row, where they fit the list, by the first `blocks` blocks of the cluster.
 __device__ __forceinline__ void list_everything(const SelectParams& params, const List& list, int present, int row,
-                                                int head) {
+                                                int head, int blocks) {
   if (present <= params.width) {
 #pragma unroll 1
-    for (int i = blockIdx.x * kSelectThreads + threadIdx.x; i < present; i += gridDim.x * kSelectThreads) {
+    for (int i = blockIdx.x * kSelectThreads + threadIdx.x; i < present; i += blocks * kSelectThreads) {
       list.put(i, i, list.table[i]);
     }
   }
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_
   if (!needs_scores(present, budget)) {
     // The lists may still be read by the attention of the layer before.
     wait_for_previous_kernel();
-    list_everything(params, list, present, row, head);
+    list_everything(params, list, present, row, head, team.size);
     return;
   }
 
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_
     // A row that did not fit the workspace attends everything.
     if (tiles == 0) {
       copies_wait();
-      list_everything(params, list, present, row, head);
+      list_everything(params, list, present, row, head, team.size);
       if (summed) team.wait();
       return;
     }
