@@ -78,6 +78,23 @@ def test_rows_of_a_part(tmp_path: Path) -> None:
     assert whole["status"] == 1
 
 
+def test_what_was_not_tested_is_said(tmp_path: Path) -> None:
+    assert command.not_run(run_pytest(tmp_path, TESTS), ["tensor_parallel"]) == [
+        "NOT RUN: tests/server/test_tensor_parallel.py: needs two NVIDIA GPUs",
+        "NOT RUN: 1 of test_it: why",
+    ]
+    whole = run_pytest(tmp_path, 'import pytest\npytest.skip("all of it", allow_module_level=True)\n')
+    (line,) = command.not_run(whole, [])
+    assert "test_it: " in line and "all of it" in line
+
+
+def test_files_of_servers_that_are_not_with_the_others_are_elsewhere() -> None:
+    server, *others = (command.PARTS[part] for part in ("server", *(set(command.PARTS) - {"server"})))
+    ignored = {option.removeprefix("--ignore=") for option in server} - {"tests/server"}
+    assert ignored == {path for part in others for path in part if path.startswith("tests/server/")}
+    assert all((ROOT / path).exists() for path in ignored)
+
+
 def test_a_part_without_a_report_failed(tmp_path: Path) -> None:
     (whole,) = command.read("server", 2, tmp_path / "it.xml")
     assert whole["failed"] == 1
