@@ -1,5 +1,6 @@
 """The tools of the GPU tests, which run without one: comparisons that must fail, and the result's rows."""
 
+import re
 import subprocess
 import sys
 import time
@@ -111,3 +112,18 @@ def test_every_gpu_file_of_the_kernels_is_in_the_suite() -> None:
     files = sorted((Path(__file__).parent / "kernels").glob("*_gpu.py"))
     assert files
     assert [file.name for file in files if "pytest.mark.gpu" not in file.read_text()] == []
+
+
+def test_sanitizer_has_a_case_of_every_kernel() -> None:
+    """Names of tests in the Makefile, which would be missed by nobody were a test renamed."""
+    found = re.search(r"^SANITIZED := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    names = found[1].replace("\\\n", "").split(" or ")
+    files = [f"tests/kernels/test_{op}_gpu.py" for op in ("score", "select", "attend", "summarize")]
+    options = ["-q", "-p", "no:cacheprovider", "--collect-only", "-k", " or ".join(names)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, capture_output=True, text=True
+    )
+    cases = [line for line in run.stdout.splitlines() if "::" in line]
+    assert {case.split("::")[0] for case in cases} == set(files)
+    assert len(cases) == len(names) and all(any(name.strip() in case for case in cases) for name in names)
