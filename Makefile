@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # More threads than this are slower on the CPU, and two servers share the cores in the tests.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help serve test test-gpu test-newest env env-newest model lint format clean
+.PHONY: help serve test test-gpu sanitize test-newest env env-newest model lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -27,6 +27,17 @@ test: lint model ## environment, lint, types, all tests
 
 test-gpu: model ## the GPU tests (kernels, servers), with a result file if GPU_FLAGS="--machine-name NAME"
 	@$(BIN)/python tools/test_gpu.py --demo-model $(MODEL) $(GPU_FLAGS)
+
+# One small case of each kernel; of select two more, with clusters and with the sums of score.
+SANITIZED := kv_heads[2] or group_sizes[8] or one_long_row[4097] or the_same_lists[r4i4-4] or fp32[glm-cuda] \
+ or degenerate_pages[r4i4-cuda] or degenerate_pages[r6h-cuda]
+SANITIZE = compute-sanitizer --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: --tool
+SANITIZE_TESTS = $(BIN)/python -m pytest -q -p no:cacheprovider -k "$(SANITIZED)" \
+ $(patsubst %,tests/kernels/test_%_gpu.py,score select attend summarize)
+
+sanitize: ## memcheck and racecheck on a small case of each CUDA kernel
+	$(SANITIZE) memcheck $(SANITIZE_TESTS)
+	$(SANITIZE) racecheck $(SANITIZE_TESTS)
 
 test-newest: env-newest model ## the server tests on the newest SGLang known to work (slow: a second environment)
 	@$(VENV_NEWEST)/bin/python -m pytest tests/server -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)

@@ -1,5 +1,6 @@
 """The tools of the GPU tests, which run without one: comparisons that must fail, and the result's rows."""
 
+import re
 import subprocess
 import sys
 import time
@@ -78,6 +79,23 @@ def test_rows_of_a_part(tmp_path: Path) -> None:
     assert whole["status"] == 1
 
 
+def test_what_was_not_tested_is_said(tmp_path: Path) -> None:
+    assert command.not_run(run_pytest(tmp_path, TESTS), ["tensor_parallel"]) == [
+        "NOT RUN: tests/server/test_tensor_parallel.py: needs two NVIDIA GPUs",
+        "NOT RUN: 1 of test_it: why",
+    ]
+    whole = run_pytest(tmp_path, 'import pytest\npytest.skip("all of it", allow_module_level=True)\n')
+    (line,) = command.not_run(whole, [])
+    assert "test_it: " in line and "all of it" in line
+
+
+def test_files_of_servers_that_are_not_with_the_others_are_elsewhere() -> None:
+    server, *others = (command.PARTS[part] for part in ("server", *(set(command.PARTS) - {"server"})))
+    ignored = {option.removeprefix("--ignore=") for option in server} - {"tests/server"}
+    assert ignored == {path for part in others for path in part if path.startswith("tests/server/")}
+    assert all((ROOT / path).exists() for path in ignored)
+
+
 def test_a_part_without_a_report_failed(tmp_path: Path) -> None:
     (whole,) = command.read("server", 2, tmp_path / "it.xml")
     assert whole["failed"] == 1
@@ -94,3 +112,18 @@ def test_every_gpu_file_of_the_kernels_is_in_the_suite() -> None:
     files = sorted((Path(__file__).parent / "kernels").glob("*_gpu.py"))
     assert files
     assert [file.name for file in files if "pytest.mark.gpu" not in file.read_text()] == []
+
+
+def test_sanitizer_has_a_case_of_every_kernel() -> None:
+    """Names of tests in the Makefile, which would be missed by nobody were a test renamed."""
+    found = re.search(r"^SANITIZED := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    names = found[1].replace("\\\n", "").split(" or ")
+    files = [f"tests/kernels/test_{op}_gpu.py" for op in ("score", "select", "attend", "summarize")]
+    options = ["-q", "-p", "no:cacheprovider", "--collect-only", "-k", " or ".join(names)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, capture_output=True, text=True
+    )
+    cases = [line for line in run.stdout.splitlines() if "::" in line]
+    assert {case.split("::")[0] for case in cases} == set(files)
+    assert len(cases) == len(names) and all(any(name.strip() in case for case in cases) for name in names)

@@ -1,13 +1,15 @@
-"""What the GPU tests share: the skip, and caches and records moved to the device."""
+"""What the GPU tests share: the skip, caches and records on the device, what a steady step may not do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from cases import Cache, make_cache
-from locks_kernels import Envelopes, Records, Summaries, build
+from locks_kernels import Envelopes, Records, Summaries, SummaryLayout, build
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 cuda = pytest.mark.skipif(
@@ -49,3 +51,29 @@ def make_pair(
     cache = make_cache(lengths, **options)
     records = cache.records(name)
     return cache, records, to_gpu(cache), records_to_gpu(records)
+
+
+def random_records(layout: SummaryLayout, lead: tuple[int, ...], seed: int = 0) -> Summaries:
+    """Records of no keys, for contexts whose keys would take too long: logits of a few units."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    records = Summaries.allocate(layout, lead, "cuda")
+    for plane in (records.basis, records.coefficients, records.centroid):
+        plane.random_(0, 256, generator=generator)
+    scales = torch.rand(records.scales.shape, generator=generator, device="cuda")
+    records.scales.copy_(scales.mul_(0.03))
+    return records
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """Within it, torch may neither allocate GPU memory nor make the host wait for the GPU."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert allocated == 0, f"{allocated} allocations"

@@ -11,6 +11,7 @@ ATTEND = [
         for q, n in ((0, 1), (0, 2))
     ),
     {"HEAD_DIM": 64, "PAGE": 32, "KV_TYPE": 1, "Q_TYPE": 1, "HEAD_TILES": 1},
+    {"HEAD_DIM": 128, "PAGE": 64, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 1},
     {"HEAD_DIM": 256, "PAGE": 64, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 1},
     {"HEAD_DIM": 256, "PAGE": 16, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 2},
     {"HEAD_DIM": 128, "PAGE": 16, "KV_TYPE": 3, "Q_TYPE": 0, "HEAD_TILES": 1},
@@ -25,6 +26,7 @@ SUMMARIZE = [
     *((r, b, t, 128, 16, k) for (r, b, t), k in product(((4, 4, 0), (6, 4, 1)), (1, 3))),
     (6, 8, 0, 128, 16, 0),
     (4, 4, 0, 64, 16, 0),
+    (8, 4, 0, 64, 16, 0),
     (6, 4, 1, 256, 16, 0),
     (8, 4, 0, 128, 32, 0),
     (6, 4, 1, 128, 32, 0),

@@ -100,6 +100,7 @@ CASES = {
     "d64-page32-fp16": {
         "head_dim": 64, "page_size": 32, "dtype": torch.float16, "query_dtype": torch.float16,
     },
+    "page64": {"page_size": 64},
     "d256-page64": {"head_dim": 256, "page_size": 64, "group": 4},
     "d256-two-tiles": {"head_dim": 256, "group": 9, "kv_heads": 2},
     "fp8": {"dtype": torch.float8_e4m3fn},
@@ -119,6 +120,15 @@ def test_agrees_with_fp32(name, impl):
     attend(*batch, scale, 0.5, out=(out, lse), impl=impl)
     # bf16 weights and a bf16 output round by 2^-9 each.
     assert relative(out, 0.5 * reference) < 4e-3
+    assert (lse - reference_lse).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_group(group):
+    batch = make_batch([1, 17, 500, 1000], kv_heads=3, group=group)
+    reference, reference_lse = expected(*batch, 0.1)
+    out, lse = attend(*batch, 0.1, impl="cuda")
+    assert relative(out, reference) < 4e-3
     assert (lse - reference_lse).abs().max() < 2e-3
 
 
@@ -190,7 +200,7 @@ def test_graph_replays_with_other_lengths_pages_and_rows(impl):
 
 
 @pytest.mark.parametrize("impl", ["cuda", "triton"])
-@pytest.mark.parametrize("rows", [5, 40, 200])
+@pytest.mark.parametrize("rows", [5, 40, 256])
 def test_every_way_of_splitting(rows, impl):
     lengths = [1 + 97 * row % 1900 for row in range(rows)]
     batch = make_batch(lengths, head_dim=64)
@@ -217,6 +227,41 @@ def test_pool_of_more_than_2_31_elements(impl):
         reference, _ = expected(queries, keys, values, selection, table, lengths, 0.1)
         out, _ = attend(queries, keys, values, selection, table, lengths, 0.1, impl=impl)
         assert relative(out, reference) < 4e-3
+
+
+def test_four_million_tokens_of_several_heads():
+    """A list from the first page of a request to its last, the pool's last too; then all 262,144 pages."""
+    if torch.cuda.mem_get_info()[0] < 8e9:
+        pytest.skip("needs 8 GB of free GPU memory")
+    heads, pages = 2, 4 * 2**20 // 16
+    noise = {"generator": torch.Generator("cuda").manual_seed(0), "device": "cuda"}
+    keys, values = (torch.randn(pages, 16, heads, 128, dtype=torch.bfloat16, **noise) for _ in range(2))
+    queries = (2 * torch.randn(1, 16 * heads, 128, **noise)).bfloat16()
+    table = torch.arange(pages, dtype=torch.int32, device="cuda").unsqueeze(0)
+    table[0, :-1] = torch.randperm(pages - 1, **noise)
+    lengths = torch.tensor([16 * pages - 5], device="cuda")
+
+    spaced = torch.arange(WIDTH, device="cuda") * (pages - 1) // (WIDTH - 1)
+    inner = (spaced > 0) & (spaced < pages - 1)
+    lists = torch.stack([table[0, spaced + head * inner] for head in range(heads)]).unsqueeze(0)
+    selection = Selection(lists, lists, torch.tensor([WIDTH], dtype=torch.int32, device="cuda"))
+    tensors = (queries, keys, values, selection, table, lengths)
+    reference, reference_lse = expected(*tensors, 0.1)
+    out, lse = attend(*tensors, 0.1, impl="cuda")
+    assert relative(out, reference) < 4e-3
+    assert (lse - reference_lse).abs().max() < 2e-3
+
+    selection.counts.fill_(pages)
+    outputs, sums = [], []
+    for part in table[0].long().split(2**14):
+        last = 11 if part[-1] == pages - 1 else 16
+        found = attend_pages(queries[0], keys, values, part.expand(heads, -1), last, 0.1)
+        outputs.append(found[0])
+        sums.append(found[1])
+    shares = torch.stack(sums).softmax(0).unsqueeze(-1)
+    out, lse = attend(*tensors, 0.1, impl="cuda")
+    assert relative(out[0], (shares * torch.stack(outputs)).sum(0)) < 4e-3
+    assert (lse[0] - torch.stack(sums).logsumexp(0)).abs().max() < 2e-3
 
 
 def test_errors_name_what_is_legal():

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from cases import make_cache
-from gpu_cases import cuda, make_pair, records_to_gpu, to_gpu
-from locks_kernels import Summaries, SummaryLayout, build, score
+from gpu_cases import cuda, make_pair, random_records, records_to_gpu, to_gpu
+from locks_kernels import PageScores, Summaries, SummaryLayout, build, score
 from locks_kernels.cuda_score import library
+from locks_kernels.reference import score_open_page
+from locks_kernels.torch_path import score_pages
 
 pytestmark = [pytest.mark.gpu, cuda]
 
@@ -28,6 +30,7 @@ GEOMETRIES = [
     ("r16h", 128, 32, 2, torch.bfloat16),
     ("r4i8", 128, 16, 7, torch.bfloat16),
     ("r8i8", 64, 64, 16, torch.bfloat16),
+    ("r8i4", 128, 64, 8, torch.bfloat16),
     ("r8i4", 256, 32, 8, torch.bfloat16),
     ("r16i8", 256, 64, 16, torch.float16),
     ("oracle", 128, 16, 8, torch.bfloat16),
@@ -41,13 +44,13 @@ GEOMETRIES = [
 
 def compare(got, want, worst=2e-2, average=2e-3):
     """Largest and mean absolute difference where there are pages; -inf in the same places."""
-    scores, expected = got.scores.cpu(), want.scores
+    scores, expected = got.scores, want.scores.to(got.scores.device)
     present = expected > -torch.inf
     assert torch.equal(scores > -torch.inf, present)
     difference = (scores - expected)[present].abs()
     assert difference.max() <= worst
     assert difference.mean() <= average
-    torch.testing.assert_close(got.lse.cpu(), want.lse, atol=worst, rtol=0)
+    torch.testing.assert_close(got.lse, want.lse.to(got.lse.device), atol=worst, rtol=0)
 
 
 def run(cache, records, impl):
@@ -66,13 +69,23 @@ def test_geometry(name, head_dim, page, group, dtype):
     compare(run(device, device_records, "cuda"), run(cache, records, "torch"))
 
 
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_group(group):
+    """Formats whose libraries other tests load, for up to 8 heads and for more."""
+    name = "r4i4" if group <= 8 else "r8i4"
+    cache, records, device, device_records = make_pair(
+        [1, 17, 300, 1000], name, head_dim=128, kv_heads=3, group=group
+    )
+    compare(run(device, device_records, "cuda"), run(cache, records, "torch"))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 5, 8, 32])
 def test_any_number_of_kv_heads(kv_heads):
     cache, records, device, device_records = make_pair([700, 3, 90], "r4i4", kv_heads=kv_heads, group=2)
     compare(run(device, device_records, "cuda"), run(cache, records, "torch"))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 200])
+@pytest.mark.parametrize("rows", [1, 3, 17, 256])
 def test_rows(rows):
     lengths = [1 + 37 * row % 600 for row in range(rows)]
     cache, records, device, device_records = make_pair(lengths, "r8i4", group=4)
@@ -82,6 +95,24 @@ def test_rows(rows):
 def test_long_context():
     cache, records, device, device_records = make_pair([70_003, 33_000], "r4i4", group=8, head_dim=128)
     compare(run(device, device_records, "cuda"), run(cache, records, "torch"))
+
+
+def test_four_million_tokens_of_several_heads():
+    """262,144 pages in random order; the torch implementation takes some of them at a time."""
+    heads, group, pages, scale = 4, 8, 4 * 2**20 // 16, 128**-0.5
+    records = random_records(SummaryLayout.parse("r4i4", 128), (pages, heads))
+    generator = torch.Generator("cuda").manual_seed(1)
+    noise = {"generator": generator, "device": "cuda"}
+    queries = torch.randn(1, heads * group, 128, **noise).bfloat16()
+    current = torch.randn(1, 16, heads, 128, **noise).bfloat16()
+    table = torch.randperm(pages, **noise).int().unsqueeze(0)
+    lengths = torch.tensor([16 * pages - 5], device="cuda")
+    keys = current.expand(pages, -1, -1, -1)
+    got = score(queries, keys, records, table, lengths, scale, impl="cuda")
+    parts = [score_pages(queries[0], records, part.long(), scale) for part in table[0, :-1].split(2**15)]
+    parts.append(score_open_page(queries[0], current[0, :11], scale, "locks"))
+    want = torch.cat(parts, -1).unsqueeze(0)
+    compare(got, PageScores(want, want.logsumexp(-1)))
 
 
 @pytest.mark.parametrize("name", ["r4i4", "r8h", "r16i4"])
@@ -173,6 +204,10 @@ def test_refusals_name_what_is_legal():
         run(device, records, "cuda")
 
 
+# Of test_select_gpu.py, the slowest to compile first.
+SELECT_GROUPS = (16, 13, 11, 8, 6, 5, 4, 3, 2, 1)
+
+
 def prebuild() -> None:
     """Compile what these tests use, many at a time (a convenience for a fresh machine)."""
     from concurrent.futures import ThreadPoolExecutor
@@ -182,16 +217,18 @@ def prebuild() -> None:
         options = {"head_dim": head_dim, "page_size": page, "group": group, "kv_heads": kv_heads}
         cache = make_cache([1], dtype=dtype, **options)
         library(cache.queries, cache.keys, cache.records(name))
+        library(cache.queries, cache.keys, None)  # which sums the scores
 
     bf16 = torch.bfloat16
     jobs = [(case, 3) for case in GEOMETRIES]
     jobs += [(("r4i4", 64, 16, 2, bf16), heads) for heads in (1, 2, 4)]
     jobs += [(("r4i4", 128, 16, 2, bf16), heads) for heads in (2, 4)]
     jobs += [((name, 128, 16, 8, bf16), 2) for name in ("r8i4", "r8h", "r16i4", "oracle", "quest")]
+    jobs += [(("r6h", 128, 16, 8, bf16), heads) for heads in (2, 4)]
     jobs += [(("r8i4", 64, 16, 4, bf16), 2), (("oracle", 64, 16, 4, bf16), 2)]
     jobs += [(("r6h", 128, 16, 4, bf16), 8), (("r8i4", 128, 16, 16, bf16), 2)]
     with ThreadPoolExecutor(16) as pool:
-        selects = [pool.submit(build.load, "select", GROUP=group) for group in (8, 16, 5, 4, 3, 2, 1)]
+        selects = [pool.submit(build.load, "select", GROUP=group) for group in SELECT_GROUPS]
         done = [pool.submit(one, *job) for job in jobs] + selects
         for future in done:
             future.result()

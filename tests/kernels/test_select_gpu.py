@@ -11,13 +11,13 @@ pytestmark = [pytest.mark.gpu, cuda]
 PAGE = 16
 
 
-def make_scores(rows, kv_heads, group, max_pages, lengths, spread=6.0, step=None, seed=0):
+def make_scores(rows, kv_heads, group, max_pages, lengths, spread=6.0, step=None, seed=0, page=PAGE):
     """Dense scores with -inf past the pages of a row; `step` rounds them, which makes ties."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     scores = spread * torch.randn(rows, kv_heads * group, max_pages, generator=generator, device="cuda")
     if step is not None:
         scores = (scores / step).round() * step
-    pages = (lengths + PAGE - 1) // PAGE
+    pages = (lengths + page - 1) // page
     past = torch.arange(max_pages, device="cuda") >= pages[:, None]
     scores.masked_fill_(past[:, None], -torch.inf)
     return PageScores(scores, scores.logsumexp(-1))
@@ -37,21 +37,26 @@ def same(got, want, width):
             assert torch.equal(got.pages[row, :, :count], want.pages[row, :, :count])
 
 
-def check(lengths, budgets, width, kv_heads=2, group=3, **options):
+def check(lengths, budgets, width, kv_heads=2, group=3, page=PAGE, **options):
     lengths = torch.tensor(lengths, device="cuda")
     budgets = torch.tensor(budgets, dtype=torch.int32, device="cuda")
-    max_pages = int((lengths.max() + PAGE - 1) // PAGE)
-    scores = make_scores(len(lengths), kv_heads, group, max_pages, lengths, **options)
+    max_pages = int((lengths.max() + page - 1) // page)
+    scores = make_scores(len(lengths), kv_heads, group, max_pages, lengths, page=page, **options)
     table = make_table(len(lengths), max_pages)
-    arguments = {"kv_heads": kv_heads, "page_size": PAGE, "width": width}
+    arguments = {"kv_heads": kv_heads, "page_size": page, "width": width}
     want = select(scores, table, lengths, budgets, **arguments, impl="torch")
     got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
     same(got, want, width)
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 5, 6, 8, 11, 13, 16])
 def test_group_sizes(group):
     check([1, 15, 16, 17, 33, 511, 5000], [4] * 7, 4, group=group)
+
+
+@pytest.mark.parametrize("page", [32, 64])
+def test_larger_pages(page):
+    check([1, page - 1, page, page + 1, 10 * page + 1, 200_000], [4] * 6, 4, page=page)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17, 256])
@@ -81,8 +86,14 @@ def test_batches_whose_blocks_share_multiprocessors(rows, pages, kv_heads, group
     check(lengths, [128] * rows, 128, kv_heads=kv_heads, group=group)
 
 
-def test_million_pages_of_several_heads():
-    check([4_000_000], [128], 128, kv_heads=1, group=2)
+def test_four_million_tokens_of_several_heads():
+    """262,144 pages, in a batch with a row of a single block."""
+    check([4 * 2**20 - 5, 1500], [128, 128], 128, kv_heads=4, group=8)
+
+
+def test_more_pages_than_fit_are_refused():
+    with pytest.raises(ValueError, match="1000000 pages a request are more than select holds"):
+        check([1_000_000 * PAGE], [128], 128, kv_heads=1, group=1)
 
 
 def test_budget_of_two_is_sink_and_current_page():
