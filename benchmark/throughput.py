@@ -6,7 +6,8 @@ Every variant is a server of its own on the same GPU, started with the same flag
 listed below goes to SGLang, such as ``--mem-fraction-static`` or ``--max-total-tokens``) and driven by
 SGLang's own serving benchmark with the same prompts.  The prefix cache is emptied before every case, and
 what it gave is a column.  After every case the server must say that it decoded sparse (or, dense, that it
-did not); otherwise the run ends with an error.
+did not); otherwise the run ends with an error.  Steps of few tokens run dense in a sparse server, unless
+``--sparse-decode-dense-below 0`` is given; the table marks the cases that mostly did with a D.
 
 On an H200, with the geometry of GLM-4-9B-Chat-1M and dummy weights (a folder with ``config.json`` is
 enough; the tokenizer is made here), the default grid of 32K and 128K tokens of context:
@@ -248,15 +249,36 @@ def measure(
         "cached_share": round((after["cached"] - before["cached"]) / prompt, 4),
     }
     if rows_before is not None and rows_after is not None:
-        run |= {name: rows_after[name] - rows_before[name] for name in ("rows_sparse", "rows_dense")}
-        needed = SPARSE_ROWS_NEEDED * result["completed"] * (case.output - 1)
-        if run["rows_sparse"] < needed or run["rows_dense"] > run["rows_sparse"] * (1 - SPARSE_ROWS_NEEDED):
-            raise ServerFailed(
-                f"{variant.name}, {case}: {run['rows_sparse']} sparse and {run['rows_dense']} dense rows "
-                f"decoded; at least {needed:.0f} sparse ones were due"
-            )
+        sparse, dense = (rows_after[name] - rows_before[name] for name in ("rows_sparse", "rows_dense"))
+        check_rows(variant, case, sparse, dense, result["completed"], rows_after["dense_below"])
+        run |= {"rows_sparse": sparse, "rows_dense": dense}
+        run["dense_rows_share"] = round(dense / (sparse + dense), 3)
         run |= tier_columns(rows_before, rows_after)
     return run
+
+
+def check_rows(
+    variant: Variant, case: Case, sparse: int, dense: int, completed: int, dense_below: int
+) -> None:
+    """ServerFailed where a server did not decode as it should for the lengths of `case`.
+
+    `sparse` and `dense` rows were decoded by a server whose steps of fewer than `dense_below` tokens run
+    dense. A case whose prompts alone hold as many must be sparse throughout, one whose requests never do
+    dense throughout; between them both may occur.
+    """
+    due = SPARSE_ROWS_NEEDED * completed * (case.output - 1)
+    stray = (1 - SPARSE_ROWS_NEEDED) * (sparse + dense)
+    if case.first_prompt >= dense_below:
+        good = sparse >= due and dense <= stray
+    elif case.concurrency * (case.context + case.output) < dense_below:
+        good = dense >= due and sparse <= stray
+    else:
+        good = sparse + dense >= due
+    if not good:
+        raise ServerFailed(
+            f"{variant.name}, {case}: {sparse} sparse and {dense} dense rows decoded by a server that runs "
+            f"steps of fewer than {dense_below} tokens dense; at least {due:.0f} were due"
+        )
 
 
 def tier_columns(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -293,7 +315,10 @@ def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | Non
 
 
 def print_table(rows: list[Row]) -> None:
-    """All rows; the last two columns compare with the faster dense backend of the same case."""
+    """All rows; the last two columns compare with the faster dense backend of the same case.
+
+    A sparse variant's D: most of the case's rows were decoded in dense steps.
+    """
     head = f"{'workload':>14}{'clients x context + output':>28}{'variant':>26}{'TTFT ms':>10}{'ITL p50':>9}"
     say(f"\n{head}{'p99':>9}{'tokens/s':>10}{'batch':>7}{'cached':>8}{'tokens/s':>10}{'ITL':>8}")
     for row in sorted(rows, key=lambda row: (row["workload"], row["context"], row["concurrency"])):
@@ -304,8 +329,9 @@ def print_table(rows: list[Row]) -> None:
             ratios[0] = f"{row['tokens_per_s'] / max(r['tokens_per_s'] for r in dense):.2f}x"
             ratios[1] = f"{min(r['itl_ms'] for r in dense) / row['itl_ms']:.2f}x"
         where = f"{row['concurrency']} x {row['context']:,} + {row['output']}"
+        name = row["variant"] + (" D" if row.get("dense_rows_share", 0) > 0.5 else "")
         say(
-            f"{row['workload']:>14}{where:>28}{row['variant']:>26}{row['ttft_ms']:>10.0f}{row['itl_ms']:>9.2f}"
+            f"{row['workload']:>14}{where:>28}{name:>26}{row['ttft_ms']:>10.0f}{row['itl_ms']:>9.2f}"
             f"{row['itl_p99_ms']:>9.2f}{row['tokens_per_s']:>10.1f}{row['batch']:>7}{row['cached_share']:>8.1%}"
             f"{ratios[0]:>10}{ratios[1]:>8}"
         )

@@ -50,6 +50,10 @@ def test_variants() -> None:
     ]
     assert Variant.parse("quest::flashinfer", "fa3").backend == "flashinfer"
     assert "--sparse-decode-summary" not in Variant.parse("oracle", "fa3").flags(512)
+    assert Variant.parse("locks", "fa3").flags(512, always_sparse=True)[-2:] == [
+        "--sparse-decode-dense-below",
+        "0",
+    ]
     host = Variant.parse("host:r4i4", "fa3")
     assert (host.selector, host.tier, sparse) == (
         "locks",

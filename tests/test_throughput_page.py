@@ -1,10 +1,15 @@
 """The throughput part of docs/results.md: its gains, and the figure that comes with a result."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import make_results
 import pytest
+import throughput
+from serving.load import Case
+from serving.server import ServerFailed
+from serving.variants import Variant
 
 ROW = {"workload": "random", "context": 2048, "output": 32, "itl_p99_ms": 90.0, "ttft_ms": 1500.0}
 ROW |= {"cached_share": 0.0, "kv_tokens": 16384}
@@ -47,6 +52,31 @@ def test_gains_and_figure(results: list[dict]) -> None:
 def test_without_random_prompts_there_is_no_figure(results: list[dict], tmp_path: Path) -> None:
     write(tmp_path, [{**row, "workload": "multi-turn"} for row in results])
     assert "figures/" not in make_results.throughput("cpu")
+
+
+def test_cases_that_ran_dense_steps_are_marked(results: list[dict], tmp_path: Path) -> None:
+    assert "r6h D" not in make_results.throughput("cpu")
+    write(tmp_path, [{**row, "dense_rows_share": 0.4 * row["concurrency"]} for row in results])
+    assert make_results.throughput("cpu").count("locks r6h D ") == 1
+
+
+@pytest.mark.parametrize(
+    ("context", "sparse", "dense", "good"),
+    [
+        (60000, 500, 10, True),  # each prompt alone is too long for dense steps
+        (60000, 480, 30, False),
+        (60000, 0, 510, False),
+        (20000, 10, 500, True),  # both together are short
+        (20000, 500, 10, False),
+        (40000, 255, 255, True),  # alone short, together long
+        (40000, 200, 200, False),
+    ],
+)
+def test_what_a_server_must_have_decoded(context: int, sparse: int, dense: int, good: bool) -> None:
+    """Two requests, 510 decode rows, on a server whose steps of fewer than 57,344 tokens run dense."""
+    variant, case = Variant.parse("locks:r4i4", "fa3"), Case("random", 2, context, 256, 2)
+    with nullcontext() if good else pytest.raises(ServerFailed, match=f"{sparse} sparse and {dense} dense"):
+        throughput.check_rows(variant, case, sparse, dense, completed=2, dense_below=57344)
 
 
 def test_figure_is_drawn(results: list[dict], tmp_path: Path) -> None:

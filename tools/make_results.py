@@ -199,7 +199,7 @@ def throughput(machine: str) -> str:
             [
                 row["workload"],
                 f"{row['concurrency']} x {row['context']:,} + {row['output']:,}",
-                row["variant"].replace(":", " "),
+                row["variant"].replace(":", " ") + (" D" if row.get("dense_rows_share", 0) > 0.5 else ""),
                 f"{row['ttft_ms'] / 1000:.2f}",
                 f"{row['itl_ms']:.2f} / {row['itl_p99_ms']:.2f}",
                 slowdown,
