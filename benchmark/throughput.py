@@ -54,7 +54,7 @@ SPARSE_ROWS_NEEDED = 0.98
 WARM_UP_TOKENS = 16384
 # What a row holds as its median over the repetitions, with _min and _max beside it.
 MEASURED = ("tokens_per_s", "ttft_ms", "ttft_p99_ms", "itl_ms", "itl_p99_ms", "duration_s")
-KEY = ("variant", "workload", "concurrency", "context", "output")
+KEY = ("variant", "tp", "workload", "concurrency", "context", "output")
 
 Row = dict[str, Any]
 
@@ -329,7 +329,8 @@ def print_table(rows: list[Row]) -> None:
             ratios[0] = f"{row['tokens_per_s'] / max(r['tokens_per_s'] for r in dense):.2f}x"
             ratios[1] = f"{min(r['itl_ms'] for r in dense) / row['itl_ms']:.2f}x"
         where = f"{row['concurrency']} x {row['context']:,} + {row['output']}"
-        name = row["variant"] + (" D" if row.get("dense_rows_share", 0) > 0.5 else "")
+        name = row["variant"] + (f" TP {row['tp']}" if row["tp"] > 1 else "")
+        name += " D" if row.get("dense_rows_share", 0) > 0.5 else ""
         say(
             f"{row['workload']:>14}{where:>28}{name:>26}{row['ttft_ms']:>10.0f}{row['itl_ms']:>9.2f}"
             f"{row['itl_p99_ms']:>9.2f}{row['tokens_per_s']:>10.1f}{row['batch']:>7}{row['cached_share']:>8.1%}"

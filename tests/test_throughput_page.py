@@ -12,7 +12,7 @@ from serving.server import ServerFailed
 from serving.variants import Variant
 
 ROW = {"workload": "random", "context": 2048, "output": 32, "itl_p99_ms": 90.0, "ttft_ms": 1500.0}
-ROW |= {"cached_share": 0.0, "kv_tokens": 16384}
+ROW |= {"cached_share": 0.0, "kv_tokens": 16384, "tp": 1}
 
 
 @pytest.fixture
@@ -58,6 +58,13 @@ def test_cases_that_ran_dense_steps_are_marked(results: list[dict], tmp_path: Pa
     assert "r6h D" not in make_results.throughput("cpu")
     write(tmp_path, [{**row, "dense_rows_share": 0.4 * row["concurrency"]} for row in results])
     assert make_results.throughput("cpu").count("locks r6h D ") == 1
+
+
+def test_two_gpus_are_compared_with_two(results: list[dict], tmp_path: Path) -> None:
+    slower = [{**row, "tp": 2, "itl_ms": 3 * row["itl_ms"], "variant": row["variant"]} for row in results]
+    write(tmp_path, [*results, *slower])
+    page = make_results.throughput("cpu")
+    assert page.count("locks r6h TP 2 ") == 2 and page.count("2.50x") == 8
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ PAPER = {
     (32, 32768): 1.26,
 }  # fmt: skip
 SELECTION_TABLES = ("lost", "basis", "scope", "combine", "rope", "page_size")
-THROUGHPUT_CASE = ("workload", "concurrency", "context", "output")
+THROUGHPUT_CASE = ("tp", "workload", "concurrency", "context", "output")
 THROUGHPUT_HEAD = [
     "workload", "clients x context + output", "variant", "TTFT, s", "ITL p50 / p99, ms", "ITL gain",
     "tokens/s", "gain", "batch", "cached", "KV pool, tokens",
@@ -199,7 +199,7 @@ def throughput(machine: str) -> str:
             [
                 row["workload"],
                 f"{row['concurrency']} x {row['context']:,} + {row['output']:,}",
-                row["variant"].replace(":", " ") + (" D" if row.get("dense_rows_share", 0) > 0.5 else ""),
+                served_by(row),
                 f"{row['ttft_ms'] / 1000:.2f}",
                 f"{row['itl_ms']:.2f} / {row['itl_p99_ms']:.2f}",
                 slowdown,
@@ -215,6 +215,14 @@ def throughput(machine: str) -> str:
         name = THROUGHPUT_FIGURES[machine]
         figure = f"\n\n![tokens/s and time between tokens against clients](figures/{name})"
     return f"{pages.table(THROUGHPUT_HEAD, rows)}\n\n{origin(result)}{figure}"
+
+
+def served_by(row: dict[str, Any]) -> str:
+    """Variant of a row of servers, with what else tells it apart."""
+    parts = [row["variant"].replace(":", " ")]
+    parts += [f"TP {row['tp']}"] if row["tp"] > 1 else []
+    parts += ["D"] if row.get("dense_rows_share", 0) > 0.5 else []
+    return " ".join(parts)
 
 
 def quality() -> str:

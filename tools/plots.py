@@ -86,8 +86,8 @@ def plan(pairs: list[tuple[str, float, float]], path: Path) -> None:
 
 
 def throughput(rows: Rows, path: Path) -> None:
-    """Output tokens a second and time between tokens against clients; a column for each context."""
-    rows = [row for row in rows if row["workload"] == "random"]
+    """Output tokens a second and time between tokens against clients, on one GPU; a column a context."""
+    rows = [row for row in rows if row["workload"] == "random" and row["tp"] == 1]
     contexts = sorted({row["context"] for row in rows})
     figure, grid = pyplot.subplots(2, len(contexts), figsize=(1.5 + 3.5 * len(contexts), 6), squeeze=False)
     for column, context in enumerate(contexts):
