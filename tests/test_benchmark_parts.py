@@ -50,6 +50,7 @@ def test_variants() -> None:
     ]
     assert Variant.parse("quest::flashinfer", "fa3").backend == "flashinfer"
     assert "--sparse-decode-summary" not in Variant.parse("oracle", "fa3").flags(512)
+    assert "--sparse-decode-dense-below" not in sparse
     assert Variant.parse("locks", "fa3").flags(512, always_sparse=True)[-2:] == [
         "--sparse-decode-dense-below",
         "0",

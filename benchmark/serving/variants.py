@@ -48,7 +48,6 @@ class Variant:
         if not self.dense:
             flags += ["--sparse-decode", self.selector, "--sparse-decode-budget", str(budget)]
             flags += ["--sparse-decode-dense-below", "0"] if always_sparse else []
-            flags += ["--sparse-decode-dense-below", "0"]
         if self.tier == "host":
             flags += ["--sparse-decode-kv-tier", "host"]
             flags += ["--sparse-decode-host-gib", str(host_gib)] if host_gib else []
