@@ -44,9 +44,9 @@ from serving.server import LoadWatch, Server, ServerFailed, launched, on_gpu, st
 from serving.variants import Variant
 
 VARIANTS = "dense:fa3,dense:flashinfer,locks:r6h,locks:r4i4"
-# Estimated: four minutes a variant on an H200, most of it prefill.
+# Estimated: four to five minutes a variant on an H200, most of it prefill.
 GRID = (
-    "random:16x32768x256,shared-prefix:32x32768x256,multi-turn:8x32768x128,"
+    "random:1x32768x256,random:4x32768x256,random:16x32768x256,shared-prefix:32x32768x256,multi-turn:8x32768x128,"
     "random:4x131072x256,shared-prefix:8x131072x256"
 )
 # Of the decode rows that the requests' lengths imply. SGLang may run some more.
@@ -100,9 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, variant in enumerate(variants, 1):
         say(f"[{number}/{len(variants)}] {variant.name}")
         with server_of(variant, given, arguments, flags, cases, logs) as (server, tokenizer):
-            rows += measure_variant(server, variant, cases, tokenizer, arguments, logs, held)
-        # After every variant, so that a run that is cut short is not lost.
-        path = write(rows, arguments, copy_rate=None)
+            for row in measured(server, variant, cases, tokenizer, arguments, logs, held):
+                rows.append(row)
+                # After every case, so that a run that is cut short is not lost.
+                write(rows, arguments, copy_rate=None)
     del held
     path = write(rows, arguments, copy_rate=results_file.copy_rate_tb_s())
     print_table(rows)
@@ -158,7 +159,7 @@ def tokenizer_for(flags: list[str]) -> str | None:
     return str(word_tokenizer.write(model, Path(tempfile.gettempdir()) / f"words-{model.name}"))
 
 
-def measure_variant(
+def measured(
     server: Server,
     variant: Variant,
     cases: list[Case],
@@ -166,12 +167,12 @@ def measure_variant(
     arguments: argparse.Namespace,
     logs: Path,
     held: torch.Tensor,
-) -> list[Row]:
+) -> Iterator[Row]:
+    """Rows of a variant's cases, as each is done."""
     check_what_runs(server, variant)
     info = server.get("/server_info")
     locks = server.locks()
     pool = server.load()["max_total_num_tokens"]
-    rows = []
     for case in cases:
         if locks and case.first_prompt <= locks["budget"]:
             raise ServerFailed(
@@ -204,12 +205,11 @@ def measure_variant(
             "source": "measured",
             **merge(runs),
         }
-        rows.append(row)
+        yield row
         say(
             f"  {case}: {row['tokens_per_s']:.1f} tokens/s, TTFT {row['ttft_ms']:.0f} ms, "
             f"ITL {row['itl_ms']:.2f} ms, batch {row['batch']}, {row['cached_share']:.0%} cached"
         )
-    return rows
 
 
 def check_what_runs(server: Server, variant: Variant) -> None:

@@ -84,6 +84,7 @@ def test_prompts_of_a_conversation_grow_to_the_context() -> None:
 def test_rows_of_an_earlier_run_are_kept_unless_measured_again(tmp_path: Path) -> None:
     row = {
         "variant": "dense:fa3",
+        "tp": 1,
         "workload": "random",
         "concurrency": 1,
         "context": 8,
