@@ -51,6 +51,14 @@ def command(arguments: list[str]) -> str:
     return shlex.join(["python", *(Path(a).name if Path(a).is_absolute() else a for a in arguments)])
 
 
+def commands(earlier: dict[str, Any], content: dict[str, Any]) -> list[str]:
+    """All that made a file: the earlier ones, with their commit where it is another, and this one."""
+    kept = list(earlier.get("commands", [earlier["command"]]))
+    if earlier["commit"] != content["commit"]:
+        kept = [line if " # commit " in line else f"{line} # commit {earlier['commit']}" for line in kept]
+    return [*(line for line in kept if line != content["command"]), content["command"]]
+
+
 def copy_rate_tb_s(gigabytes: int = 4, repeats: int = 20) -> float | None:
     """Measured device-to-device copy rate in TB/s, bytes read plus bytes written; None on a CPU."""
     if not torch.cuda.is_available():
@@ -77,6 +85,7 @@ def write(
     out: Path | None = None,
     made_from: str | None = None,
     copy_tb_s: float | None = None,
+    earlier: dict[str, Any] | None = None,
 ) -> Path:
     """Write a result file and return its path.
 
@@ -87,6 +96,7 @@ def write(
         out: folder to write to instead of ``benchmark/results``.
         made_from: commit, where the checkout itself cannot tell.
         copy_tb_s: measured copy rate.
+        earlier: content of the result file whose rows are among these; its commands are kept.
     """
     today = date.today().isoformat()
     content = {
@@ -98,6 +108,8 @@ def write(
         "copy_tb_s": copy_tb_s,
         "rows": rows,
     }
+    if earlier is not None:
+        content["commands"] = commands(earlier, content)
     path = (out or RESULTS) / f"{benchmark}-{machine_name}-{today}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -302,7 +302,8 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | None) -> Path:
     """Write the rows, after those of ``--append`` that were not measured again."""
-    kept = json.loads(arguments.append.read_text())["rows"] if arguments.append else []
+    earlier = json.loads(arguments.append.read_text()) if arguments.append else None
+    kept = earlier["rows"] if earlier else []
     new = {tuple(row[name] for name in KEY) for row in rows}
     return results_file.write(
         "throughput",
@@ -311,6 +312,7 @@ def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | Non
         out=arguments.out,
         made_from=arguments.commit,
         copy_tb_s=copy_rate,
+        earlier=earlier,
     )
 
 

@@ -92,12 +92,19 @@ def test_rows_of_an_earlier_run_are_kept_unless_measured_again(tmp_path: Path) -
         "x": 1,
     }
     other = {**row, "variant": "locks:r6h"}
-    (tmp_path / "old.json").write_text(json.dumps({"rows": [row, other]}))
+    earlier = {"rows": [row, other], "commit": "b", "command": "python old"}
+    (tmp_path / "old.json").write_text(json.dumps(earlier))
     arguments = argparse.Namespace(
         append=tmp_path / "old.json", machine_name="test", out=tmp_path, commit="c"
     )
     written = throughput.write([{**row, "x": 2}], arguments, copy_rate=None)
-    assert json.loads(written.read_text())["rows"] == [other, {**row, "x": 2}]
+    content = json.loads(written.read_text())
+    assert content["rows"] == [other, {**row, "x": 2}]
+    assert content["commands"] == ["python old # commit b", content["command"]]
+    # Written again after the next case, or appended to itself: a command is there once.
+    arguments.append = written
+    again = json.loads(throughput.write([{**row, "x": 3}], arguments, copy_rate=None).read_text())
+    assert again["commands"] == content["commands"]
 
 
 def test_every_task_has_its_row_in_the_paper() -> None:

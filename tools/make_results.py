@@ -62,7 +62,7 @@ def origin(result: dict[str, Any]) -> str:
     return (
         f"{note}{machine['gpu'] or machine['cpu']}, {versions}; {result['date']}, "
         f"commit `{result['commit']}`{rate}.\n"
-        f"Command: `{result['command']}`"
+        + "\n".join(f"Command: `{line}`" for line in result.get("commands", [result["command"]]))
     )
 
 
@@ -270,7 +270,8 @@ def figures() -> None:
     folder = ROOT / "docs" / "figures"
     plots.step_time(needed("decode_step")["rows"], folder / "step_time.svg")
     plots.layer_time(needed("kernel_floor")["rows"], folder / "layer_time.svg")
-    plots.plan(plan_report.pairs(needed("decode_step")), folder / "plan.svg")
+    steps = plan_report.pairs(needed("decode_step")) + plan_report.host_pairs(newest("host_tier"))
+    plots.plan(steps, folder / "plan.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
     for machine, name in THROUGHPUT_FIGURES.items():
@@ -290,7 +291,7 @@ PAGES: dict[Path, pages.Parts] = {
     ROOT / "docs" / "plan.md": {
         "constants": lambda: plan_report.constants(needed("decode_step")),
         "points": lambda: plan_report.points(needed("decode_step")),
-        "host_points": lambda: plan_report.host_points(newest("host_tier")),
+        "host_points": lambda: plan_report.host_points(newest("host_tier"), origin),
         "gh200_host": plan_report.gh200_host,
         "gh200_one": plan_report.gh200_one,
         "gh200_plans": plan_report.gh200_plans,

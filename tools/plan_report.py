@@ -188,7 +188,14 @@ def pairs(result: dict[str, Any]) -> list[tuple[str, float, float]]:
     return [(row["variant"], row["step_ms"], predict(row, fixed)) for row in usable(result["rows"])]
 
 
-def host_points(result: dict[str, Any] | None) -> str:
+def host_pairs(result: dict[str, Any] | None) -> list[tuple[str, float, float]]:
+    """As `pairs`, of the steps of the largest batches: ``dense`` or ``host tier``."""
+    names = {"dense": "dense, largest batch", "host": "host tier, largest batch"}
+    rows = result["rows"] if result else []
+    return [(names[tier_of(row)], row["itl_ms"], predict(row, costs.load())) for row in rows]
+
+
+def host_points(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]], str]) -> str:
     """Every measured point of the host tier, its gain over the faster dense batch, and its prediction."""
     if result is None:
         return "Not measured yet."
@@ -215,10 +222,7 @@ def host_points(result: dict[str, Any] | None) -> str:
         "batch x context", "variant", "hot cache, GiB", "hot share", "GB a step over the link", "tokens/s",
         "of dense", "measured, ms", "predicted", "off by",
     ]  # fmt: skip
-    return (
-        f"Predictions are off by {worst:.1%} at worst. Measured: host_tier of {result['date']}, commit "
-        f"{result['commit']}.\n\n{pages.table(head, table)}"
-    )
+    return f"Predictions are off by {worst:.1%} at worst.\n\n{pages.table(head, table)}\n\n{origin(result)}"
 
 
 def gh200_one() -> str:

@@ -68,17 +68,20 @@ def layer_time(rows: Rows, path: Path) -> None:
 
 
 def plan(pairs: list[tuple[str, float, float]], path: Path) -> None:
-    """Predicted against measured steps, (variant, measured, predicted) in ms, and the 15 % around them."""
+    """Predicted against measured steps, (variant, measured, predicted) in ms, and the 15 % around them.
+
+    A variant's marker says what it is: dense, sparse, or the host tier.
+    """
     figure, axes = pyplot.subplots(figsize=(5, 4.5))
     ends = [min(pair[1] for pair in pairs) * 0.9, max(pair[1] for pair in pairs) * 1.1]
     axes.plot(ends, ends, color="black", lw=0.8)
     axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.9", label="15 %")
     for variant in dict.fromkeys(pair[0] for pair in pairs):
         chosen = [pair[1:] for pair in pairs if pair[0] == variant]
-        marker = "x" if variant.startswith("dense") else "o"
+        marker = "^" if variant.startswith("host") else "x" if variant.startswith("dense") else "o"
         axes.plot(*zip(*chosen, strict=True), marker, ms=5, label=variant)
     axes.set(xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted, ms")
-    ticks = [tick for tick in (5, 7, 10, 15, 20, 30, 50) if ends[0] <= tick <= ends[1]]
+    ticks = [tick for tick in (5, 7, 10, 15, 20, 30, 50, 70, 100, 150) if ends[0] <= tick <= ends[1]]
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(ticks, [str(tick) for tick in ticks])
         axis.set_ticks([], minor=True)
