@@ -12,7 +12,7 @@ from serving.server import ServerFailed
 from serving.variants import Variant
 
 ROW = {"workload": "random", "context": 2048, "output": 32, "itl_p99_ms": 90.0, "ttft_ms": 1500.0}
-ROW |= {"cached_share": 0.0, "kv_tokens": 16384, "tp": 1}
+ROW |= {"cached_share": 0.0, "kv_tokens": 16384, "tp": 1, "model": "m"}
 
 
 @pytest.fixture

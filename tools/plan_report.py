@@ -19,6 +19,8 @@ from locks_sglang.plan.model import PlanModel, read
 from locks_sglang.plan.step import step_bytes, step_ms
 
 MODELS = Path(__file__).resolve().parents[1] / "benchmark" / "models"
+# Whose steps the costs are fitted to.
+MAIN = "glm4-9b-1m-kv4"
 Rows = list[dict[str, Any]]
 Features = Callable[[dict[str, Any]], list[float]]
 
@@ -60,9 +62,10 @@ def tier_of(row: dict[str, Any]) -> str:
 def usable(rows: Rows) -> Rows:
     """Steps of what the planner knows: dense ones, and those that score records of the paper's kind.
 
-    Not the dense steps of a sparse server, which a dense server's stand for.
+    Not the dense steps of a sparse server, which a dense server's stand for; of one geometry.
     """
-    known = [row for row in rows if row["tp"] == 1 and row["backend"] not in ("quest", "oracle")]
+    rows = [row for row in rows if row["model"] == MAIN and row["tp"] == 1]
+    known = [row for row in rows if row["backend"] not in ("quest", "oracle")]
     return [row for row in known if not row.get("dense_rows_share")]
 
 
@@ -195,13 +198,17 @@ def host_pairs(result: dict[str, Any] | None) -> list[tuple[str, float, float]]:
     return [(names[tier_of(row)], row["itl_ms"], predict(row, costs.load())) for row in rows]
 
 
+def of_case(row: dict[str, Any]) -> tuple[str, int]:
+    return row["model"], row["context"]
+
+
 def host_points(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]], str]) -> str:
     """Every measured point of the host tier, its gain over the faster dense batch, and its prediction."""
     if result is None:
         return "Not measured yet."
     table, worst = [], 0.0
-    for row in sorted(result["rows"], key=lambda row: (row["context"], row["tier"], row["variant"])):
-        dense = [r for r in result["rows"] if r["context"] == row["context"] and r["budget"] is None]
+    for row in sorted(result["rows"], key=lambda row: (*of_case(row), row["tier"], row["variant"])):
+        dense = [r for r in result["rows"] if r["budget"] is None and of_case(r) == of_case(row)]
         most = max((r["tokens_per_s"] for r in dense), default=None)
         planned = predict(row, costs.load())
         worst = max(worst, abs(planned / row["itl_ms"] - 1))
