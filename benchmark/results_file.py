@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,21 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = {"torch": "torch", "sglang": "sglang", "flashinfer": "flashinfer-python", "triton": "triton"}
 
 
+def named(benchmark: str, name: str | None) -> str:
+    """The benchmark's name in a file's: with ``name`` behind it, so that two runs of a day are two files.
+
+    ValueError for a name that tools/make_results.py could not tell from a machine's.
+    """
+    if not name:
+        return benchmark
+    if not re.fullmatch(r"[a-z0-9_]+", name) or name.startswith(benchmark):
+        raise ValueError(
+            f"--name is {name!r}; legal: lower-case letters, digits and _, what stands behind {benchmark}_"
+        )
+    return f"{benchmark}_{name}"
+
+
+@cache
 def machine() -> dict[str, str | None]:
     """GPU (or CPU), driver and package versions of this machine."""
     found: dict[str, str | None] = {
@@ -75,6 +92,15 @@ def copy_rate_tb_s(gigabytes: int = 4, repeats: int = 20) -> float | None:
         times.append(start.elapsed_time(end))
     milliseconds = sorted(times)[repeats // 2]
     return round(2 * source.nbytes / milliseconds / 1e9, 3)
+
+
+def merged(
+    earlier: dict[str, Any] | None, rows: list[dict[str, Any]], key: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """The rows, behind those of the earlier file that were not measured again: that differ in ``key``."""
+    new = {tuple(row[name] for name in key) for row in rows}
+    old = earlier["rows"] if earlier else []
+    return [*(row for row in old if tuple(row[name] for name in key) not in new), *rows]
 
 
 def write(

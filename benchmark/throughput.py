@@ -54,7 +54,7 @@ SPARSE_ROWS_NEEDED = 0.98
 WARM_UP_TOKENS = 16384
 # What a row holds as its median over the repetitions, with _min and _max beside it.
 MEASURED = ("tokens_per_s", "ttft_ms", "ttft_p99_ms", "itl_ms", "itl_p99_ms", "duration_s")
-KEY = ("variant", "tp", "workload", "concurrency", "context", "output")
+KEY = ("variant", "model", "tp", "workload", "concurrency", "context", "output")
 
 Row = dict[str, Any]
 

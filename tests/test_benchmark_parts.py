@@ -84,6 +84,7 @@ def test_prompts_of_a_conversation_grow_to_the_context() -> None:
 def test_rows_of_an_earlier_run_are_kept_unless_measured_again(tmp_path: Path) -> None:
     row = {
         "variant": "dense:fa3",
+        "model": "m",
         "tp": 1,
         "workload": "random",
         "concurrency": 1,
@@ -91,7 +92,7 @@ def test_rows_of_an_earlier_run_are_kept_unless_measured_again(tmp_path: Path) -
         "output": 2,
         "x": 1,
     }
-    other = {**row, "variant": "locks:r6h"}
+    other = {**row, "model": "n"}
     earlier = {"rows": [row, other], "commit": "b", "command": "python old"}
     (tmp_path / "old.json").write_text(json.dumps(earlier))
     arguments = argparse.Namespace(
