@@ -8,12 +8,13 @@ from typing import Any
 import make_results
 import plan_report
 import pytest
-from locks_sglang import cli
+from locks_sglang import cli, summaries
 from locks_sglang.config import LocksConfig, LocksError
 from locks_sglang.plan import capacity, command, costs
 from locks_sglang.plan.machines import MACHINES
 from locks_sglang.plan.model import read
 from locks_sglang.plan.step import TIERS, StepBytes, step_bytes, step_ms
+from locks_sglang.tier import capacity as tier_capacity
 
 ROOT = Path(__file__).parents[1]
 
@@ -251,14 +252,31 @@ def test_memory_of_the_host_tier() -> None:
     memory = row["memory_bytes"]
     assert memory["host"] == row["batch"] * 65536 * 81920
     assert memory["summaries"] == row["batch"] * 65536 * 4900
-    # All of the share of the GPU is used, and the cache is at least four times what a step selects.
+    # The cache is four times what a step selects.
     gpu = sum(value for name, value in memory.items() if name != "host")
-    assert gpu == pytest.approx(0.88 * 97871 * 2**20, rel=1e-6)
-    assert memory["hot"] >= 4 * row["batch"] * 2048 * 81920
+    assert gpu <= 0.88 * 97871 * 2**20
+    assert memory["hot"] == 4 * row["batch"] * 2048 * 81920
     # Half the host's memory ends the batch earlier; a tenth leaves a tenth.
     assert plan("--gpu", "gh200-96", "--host-gib", "100")["host"]["batch"] == int(
         90 * GIB / (65536 * 81920)
     )
+
+
+def test_a_server_divides_the_planned_memory_as_planned() -> None:
+    """The server's own arithmetic, given what the plan says, finds the pages and the cache of the plan."""
+    for batch in (1, 20, 40):
+        memory = capacity.need(GLM, PAPER, "host", batch, 131072)
+        steps = capacity._buffers(GLM, PAPER, batch, 131072)
+        given = {
+            "host_bytes": memory.host,
+            "record_bytes": summaries.bytes_per_page(PAPER, 128, 4, 40),
+            "hot_bytes": None,
+        }
+        shape = capacity.tier_shape(GLM, PAPER, batch, 131072)
+        left = memory.gpu - memory.weights - steps
+        found = tier_capacity.split(shape, gpu_bytes=left + GIB // 1000, **given)
+        assert found == tier_capacity.Split(batch * 8192, memory.hot)
+        assert tier_capacity.split(shape, gpu_bytes=left - GIB // 10, **given) != found
 
 
 def test_the_host_tier_is_planned_wherever_it_is() -> None:

@@ -12,7 +12,7 @@ from serving.server import ServerFailed
 from serving.variants import Variant
 
 ROW = {"workload": "random", "context": 2048, "output": 32, "itl_p99_ms": 90.0, "ttft_ms": 1500.0}
-ROW |= {"cached_share": 0.0, "kv_tokens": 16384, "tp": 1, "model": "m"}
+ROW |= {"cached_share": 0.0, "kv_tokens": 16384, "tp": 1, "model": "m", "tier": "resident", "format": "r6h"}
 
 
 @pytest.fixture
@@ -47,6 +47,36 @@ def test_gains_and_figure(results: list[dict]) -> None:
     assert page.count("2.50x") == 4  # tokens/s and time between tokens, of either number of clients
     assert page.endswith("](figures/throughput_cpu.svg)")
     assert make_results.throughput("h200") == "Not run yet."
+
+
+def hosted(row: dict, **changes: object) -> dict:
+    found = {**row, "tier": "host", "variant": "host:r6h", "hot_share": 0.8765, "host_bytes_read": 3.2e9}
+    return {**found, "host_bytes_written": 5e8, **changes}
+
+
+def test_a_host_tiers_link_is_shown(results: list[dict], tmp_path: Path) -> None:
+    assert "hot share" not in make_results.throughput("cpu")
+    write(tmp_path, [*results, hosted(results[1])])
+    page = make_results.throughput("cpu")
+    assert page.splitlines()[0].endswith("| hot share | GB read / written over the link |")
+    assert page.count("| 87.6% | 3.2 / 0.5 |") == 1 and page.count("| - | - |\n") == 4
+
+
+def test_first_tokens_from_host_memory_beside_resident_ones(results: list[dict], tmp_path: Path) -> None:
+    assert make_results.host_ttft("cpu") == make_results.host_ttft("h200") == "Not run yet."
+    dense, resident = results[:2]
+    others = [
+        hosted(resident, ttft_ms=9000.0, format="r4i4"),  # another record format
+        hosted(resident, ttft_ms=9000.0, context=4096),
+        hosted(resident, ttft_ms=9000.0, workload="multi-turn"),
+        hosted(resident, ttft_ms=9000.0, concurrency=2),
+    ]
+    write(tmp_path, [dense, resident, *others])
+    assert make_results.host_ttft("cpu") == "Not run yet."
+    write(tmp_path, [dense, resident, *others, hosted(resident, ttft_ms=1800.0)])
+    page = make_results.host_ttft("cpu")
+    assert page.splitlines()[2:4] == ["| m | 2,048 | r6h | 1.50 | 1.80 | 1.20x | 1.3x |", ""]
+    assert "Command: `python x`" in page
 
 
 def test_without_random_prompts_there_is_no_figure(results: list[dict], tmp_path: Path) -> None:

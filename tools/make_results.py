@@ -21,13 +21,17 @@ import plan_report
 import profile_report
 import quality_report
 import step_report
+import tier_report
 from model_rows import Rows, by_model, first
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"
 SELECTION_TABLES = ("lost", "basis", "scope", "combine", "rope", "page_size")
 THROUGHPUT_CASE = ("model", "tp", "workload", "concurrency", "context", "output")
-AUDIT_HEAD = ["batch x context", "step, ms", "copies, us a step", "an audit, ms", "interval", "cost"]
+AUDIT_HEAD = [
+    "batch x context", "step, ms", "processes differ by, us", "copies, us a step", "an audit, ms",
+    "interval", "cost",
+]  # fmt: skip
 THROUGHPUT_HEAD = [
     "workload", "clients x context + output", "variant", "TTFT, s", "ITL p50 / p99, ms", "ITL gain",
     "tokens/s", "gain", "batch", "cached", "KV pool, tokens",
@@ -127,13 +131,20 @@ def audit_cost(machine: str) -> str:
 
 
 def audit_cells(row: dict[str, Any]) -> list[str]:
+    """Of one row; in brackets the least and the most."""
+
+    def spread(name: str, digits: int, scale: float = 1) -> str:
+        mean, least, most = (f"{scale * row[name + end]:.{digits}f}" for end in ("", "_min", "_max"))
+        return f"{mean} ({least} to {most})"
+
     return [
         f"{row['batch']} x {row['context']:,}",
         f"{row['step_ms']:.2f}",
-        f"{1000 * row['copies_ms']:.0f}",
-        f"{row['audit_ms']:.3f}",
+        f"{1000 * row['off_spread_ms']:.0f} off, {1000 * row['on_spread_ms']:.0f} on",
+        spread("copies_ms", 0, 1000),
+        spread("audit_ms", 3),
         f"{row['interval']:,}",
-        f"{row['cost_percent']:.2f} %",
+        spread("cost_percent", 2) + " %",
     ]
 
 
@@ -169,7 +180,7 @@ def throughput(machine: str) -> str:
 
 def throughput_table(served: Rows) -> str:
     """The cases of one model."""
-    rows = []
+    rows, with_link = [], tier_report.has_link(served)
     for row in sorted(served, key=lambda row: (row["workload"], row["context"], row["concurrency"])):
         same = [r for r in served if all(r[name] == row[name] for name in THROUGHPUT_CASE)]
         dense = [r for r in same if r["budget"] is None]
@@ -190,9 +201,17 @@ def throughput_table(served: Rows) -> str:
                 str(row["batch"]),
                 f"{row['cached_share']:.0%}",
                 f"{row['kv_tokens']:,}",
+                *(tier_report.link_cells(row) if with_link else []),
             ]
         )
-    return pages.table(THROUGHPUT_HEAD, rows)
+    return pages.table(THROUGHPUT_HEAD + (tier_report.LINK_HEAD if with_link else []), rows)
+
+
+def host_ttft(machine: str) -> str:
+    """Time to first token from a host tier beside that of a resident pool."""
+    result = newest("throughput", machine)
+    found = tier_report.ttft(result["rows"]) if result else None
+    return f"{found}\n\n{origin(result)}" if result and found else NOT_RUN
 
 
 def served_by(row: dict[str, Any]) -> str:
@@ -266,6 +285,7 @@ PAGES: dict[Path, pages.Parts] = {
         "step_profile": step_profile,
         "audit_cost": lambda: audit_cost("h200"),
         "throughput": lambda: throughput("h200"),
+        "host_ttft": lambda: host_ttft("h200"),
         "cpu_step": cpu_step,
         "cpu_throughput": lambda: throughput("cpu"),
     },
@@ -273,6 +293,7 @@ PAGES: dict[Path, pages.Parts] = {
         "constants": lambda: plan_report.constants(needed("decode_step")),
         "points": lambda: plan_report.points(needed("decode_step")),
         "host_points": lambda: plan_report.host_points(newest("host_tier"), origin),
+        "drift": lambda: plan_report.drift(newest("selection_drift", "cpu"), origin),
         "gh200_host": plan_report.gh200_host,
         "gh200_one": plan_report.gh200_one,
         "gh200_plans": plan_report.gh200_plans,

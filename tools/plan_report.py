@@ -232,6 +232,25 @@ def host_points(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]]
     return f"Predictions are off by {worst:.1%} at worst.\n\n{pages.table(head, table)}\n\n{origin(result)}"
 
 
+def drift(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]], str]) -> str:
+    """How much of a selection the next step keeps, and the hot shares of caches of some steps' reads."""
+    if result is None:
+        return "Not measured yet."
+    sizes = [name for name in result["rows"][0] if name.startswith("hot_share_")]
+    table = [
+        [
+            f"{row['selected']} of {row['pages']}",
+            str(row["steps"]),
+            f"{row['kept']:.1%}",
+            *(f"{row[name]:.1%}" for name in sizes),
+        ]
+        for row in result["rows"]
+    ]
+    head = ["pages selected", "steps", "kept by the next step"]
+    head += [f"hot share, cache of {name.rpartition('_')[2]}" for name in sizes]
+    return f"{pages.table(head, table)}\n\n{origin(result)}"
+
+
 def gh200_one() -> str:
     """Planned steps of a GH200 at batch 1 against the paper's measured ones."""
     rows = []
