@@ -10,7 +10,8 @@ so that no variant has shorter gaps between its kernels by chance (``graph_timin
 A long context need not be prefilled: the pool is filled with keys and values that differ by layer,
 head and page, and the summaries are built by the product's own path.  Steps of few tokens run dense
 unless ``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
-``--prefill`` really prefills, to prove that this gives the same step time.
+``--prefill`` really prefills, to prove that this gives the same step time.  A run that is no plain one
+goes to a file of its own: ``decode_step_prefilled``, ``decode_step_profile``, or as ``--name`` says.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ VARIANTS = "dense:fa3,dense:flashinfer,locks:r4i4,locks:r8i4"
 WARM_UP = 6
 PIPELINES = 3
 SEED = 7
+KEY = ("variant", "model", "tp", "fill", "batch", "context")  # what no two rows share
+TP_FLAGS = ("--tp-size", "--tp", "--tensor-parallel-size")
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--variants", default=VARIANTS, help="dense:BACKEND or SELECTOR:FORMAT[:BACKEND], ..."
     )
@@ -46,17 +51,36 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--prefill", action="store_true", help="really prefill, in chunks of 8192 tokens")
     parser.add_argument("--check", action="store_true", help="compare tokens where the budget covers all")
     parser.add_argument("--profile", action="store_true", help="add where the time of a step goes")
+    parser.add_argument("--append", type=Path, help="result file whose other rows are kept")
     parser.add_argument("--out", type=Path, help="folder of the result file")
+    parser.add_argument("--name", help="of the result file: decode_step_NAME")
     parser.add_argument("--machine-name", default="h200")
     parser.add_argument("--commit", help="commit to write down where git is not there")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_known_args(argv)
+    parser.add_argument(*TP_FLAGS, dest="tp", type=int, default=1, help="1: the runner drives one GPU")
+    arguments, server_flags = parser.parse_known_args(argv)
+    if arguments.tp != 1:
+        parser.error(
+            f"{TP_FLAGS[0]} is {arguments.tp}; legal: 1, since the runner is driven in one process; "
+            "servers with more GPUs are measured by benchmark/throughput.py"
+        )
+    try:
+        name = arguments.name or "_".join(
+            part
+            for part, given in (("prefilled", arguments.prefill), ("profile", arguments.profile))
+            if given
+        )
+        arguments.benchmark = results_file.named("decode_step", name)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments, server_flags
 
 
 def main() -> int:
     arguments, server_flags = parse_arguments()
     if arguments.child:
         return run_child(arguments, server_flags)
+    earlier = json.loads(arguments.append.read_text()) if arguments.append else None
     rows: list[dict[str, Any]] = []
     checks: dict[str, list[list[int]]] = {}
     variants = arguments.variants.split(",")
@@ -64,19 +88,26 @@ def main() -> int:
     for number, variant in enumerate(variants, 1):
         print(f"[{number}/{len(variants)}] {variant}", flush=True)
         rows += run_variant(variant, checks)
+        if not rows:
+            continue
         # Written after every variant, so that a run that is cut short is not lost.
         path = results_file.write(
-            "decode_step",
-            rows,
+            arguments.benchmark,
+            results_file.merged(earlier, rows, KEY),
             machine_name=arguments.machine_name,
             out=arguments.out,
             made_from=arguments.commit,
             copy_tb_s=copy_rate,
+            earlier=earlier,
         )
-    print_table(rows)
     print_agreement(checks)
+    if not rows:
+        print(f"no case of {arguments.grid} ran in any variant; nothing is written")
+        return 1
+    all_rows = results_file.merged(earlier, rows, KEY)
+    print_table([row for row in all_rows if row["model"] == rows[0]["model"]])
     print(f"written to {path}")
-    return 0 if rows else 1
+    return 0
 
 
 def run_variant(
@@ -161,7 +192,12 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
         print("CHECK " + json.dumps({"variant": arguments.child, "tokens": tokens}), flush=True)
     fill_pool(runner)
     unprofiled: list[dict[str, Any]] = []
-    for batch, context in grid:
+    steps = WARM_UP + (1 + PIPELINES) * arguments.steps
+    fitting = [case for case in grid if fits(runner, *case, steps)]
+    if not fitting:
+        print(f"nothing of {arguments.grid} fits; {arguments.child} has no row", flush=True)
+        return 1
+    for batch, context in fitting:
         row = {
             "variant": arguments.child,
             "backend": backend if dense else kind,
@@ -170,11 +206,9 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
             "model": Path(runner.server_args.model_path).name,
             "context": context,
             "batch": batch,
-            "tp": 1,
+            "tp": runner.server_args.tp_size,
             "fill": "prefill" if arguments.prefill else "synthetic",
         }
-        if not fits(runner, batch, context, WARM_UP + (1 + PIPELINES) * arguments.steps):
-            continue
         row |= measure(runner, batch, context, arguments)
         if arguments.profile:
             unprofiled.append(row)

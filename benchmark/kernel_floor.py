@@ -1,6 +1,7 @@
 """Time of every op of one layer beside its floor, the bytes it must move at the copy rate.
 
-    python benchmark/kernel_floor.py                          # everything, table and JSON
+    python benchmark/kernel_floor.py                          # everything, as a table
+    python benchmark/kernel_floor.py --out results            # and as a file, written after every case
     python benchmark/kernel_floor.py --ops score select --formats r4i4 --contexts 524288
 
 Medians of CUDA-graph replays.  A graph runs the op once on each of several record sets, more
@@ -12,6 +13,7 @@ paper's author where the package locks-kv can (author_runs.py; it compiles them 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,6 +39,7 @@ from locks_kernels.workspace import TILE_PAGES, Workspace
 OPS = ("score", "select", "path", "attend", "layer", "summarize", "dense")
 GEOMETRIES = {"glm4-9b-1m": (4, 8, 128), "glm4-9b": (2, 16, 128), "llama31-8b": (8, 4, 128)}
 SINGLE = (16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
+KEY = ("op", "impl", "model", "kv_heads", "batch", "context", "format")  # what no two rows share
 BATCHES = ((32_768, 32), (65_536, 16), (131_072, 8), (262_144, 4))
 
 
@@ -249,7 +252,31 @@ def show(result: dict, rate: float) -> dict:
     return result
 
 
-def main() -> None:
+class File:
+    """The results file of a run, written anew after every case, behind those of ``--append``."""
+
+    def __init__(self, arguments: argparse.Namespace, rate: float):
+        self.arguments, self.rate = arguments, rate
+        self.benchmark = results_file.named("kernel_floor", arguments.name)
+        self.earlier = json.loads(arguments.append.read_text()) if arguments.append else None
+        self.rows: list[dict] = []
+
+    def write(self) -> Path | None:
+        """The path, or None where no folder was given. Rows that were measured again are replaced."""
+        if self.arguments.out is None:
+            return None
+        return results_file.write(
+            self.benchmark,
+            results_file.merged(self.earlier, self.rows, KEY),
+            machine_name=self.arguments.machine,
+            out=self.arguments.out,
+            made_from=self.arguments.commit,
+            copy_tb_s=self.rate,
+            earlier=self.earlier,
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,32 +288,33 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048, help="tokens a row attends")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--commit", help="commit to name in the results")
+    parser.add_argument("--name", help="of the results file: kernel_floor_NAME")
     parser.add_argument("--machine", default="h200", help="short machine name in the file's name")
     parser.add_argument("--out", type=Path, help="folder to write the results file to")
-    arguments = parser.parse_args()
+    parser.add_argument("--append", type=Path, help="results file whose other rows are kept")
+    arguments = parser.parse_args(argv)
+    try:
+        results_file.named("kernel_floor", arguments.name)
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         sys.exit("kernel_floor needs an NVIDIA GPU")
 
     rate = results_file.copy_rate_tb_s(2)
     print(f"copy rate {rate} TB/s")
     print("op        impl       model       format  context batch       MB floor us       us  ratio  TB/s")
-    rows = []
+    file = File(arguments, rate)
+    path = None
     chosen = list(cases(arguments))
     for case in chosen:
         for result in measure(case, arguments.ops, arguments.repeats):
-            rows.append(show(result, rate))
+            file.rows.append(show(result, rate))
+        path = file.write()
         torch.cuda.empty_cache()
     for result in author_runs.measure(chosen, arguments.ops, arguments.repeats):
-        rows.append(show(result, rate))
-    if arguments.out:
-        path = results_file.write(
-            "kernel_floor",
-            rows,
-            machine_name=arguments.machine,
-            out=arguments.out,
-            made_from=arguments.commit,
-            copy_tb_s=rate,
-        )
+        file.rows.append(show(result, rate))
+        path = file.write()
+    if path:
         print(f"wrote {path}")
 
 

@@ -5,7 +5,7 @@
 ``trace.jsonl`` is what a server with ``--sparse-decode-trace-file trace.jsonl`` wrote: the pages of every
 decode row and layer.  Each request is looked at alone; its lists go through the cache of
 ``locks_kernels.tier`` (the reference on CPU tensors, no keys or values), of sizes in what one step reads.
-Steps in which a layer attends everything are left out.
+Steps in which a layer attends everything are left out.  With ``--machine-name`` a result file is written.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import results_file
 import torch
 from locks_kernels import Selection, page_view, tier
 from locks_kernels.hot_cache import HotCache
@@ -81,21 +84,41 @@ def hot_share(steps: Steps, size: float) -> float:
     return done["hits"] / (done["hits"] + done["misses"])
 
 
+def rows_of(trace: Path, sizes: Sequence[float]) -> list[dict[str, Any]]:
+    """A row for every request with enough steps."""
+    return [
+        {
+            "rid": rid[:8],
+            "steps": len(steps),
+            "selected": len(steps[-1][0][0]),
+            "pages": steps[-1][0][0][-1] + 1,
+            "kept": round(kept(steps), 4),
+            **{f"hot_share_{size:g}": round(hot_share(steps, size), 4) for size in sizes},
+        }
+        for rid, steps in read(trace).items()
+        if len(steps) > 2 * WARM_UP
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="of the cache, in steps")
+    parser.add_argument("--machine-name", help="write a result file under this name")
+    parser.add_argument("--out", type=Path, help="folder of the result file")
     arguments = parser.parse_args()
-    for rid, steps in read(arguments.trace).items():
-        if len(steps) > 2 * WARM_UP:
-            shares = ", ".join(f"{size:g}: {hot_share(steps, size):.1%}" for size in arguments.sizes)
-            selected, present = len(steps[-1][0][0]), steps[-1][0][0][-1] + 1
-            print(
-                f"{rid[:8]}: {len(steps)} steps, {selected} of {present} pages; the next step keeps "
-                f"{kept(steps):.1%}; hot share by cache size: {shares}"
-            )
+    rows = rows_of(arguments.trace, arguments.sizes)
+    for row in rows:
+        shares = ", ".join(f"{size:g}: {row[f'hot_share_{size:g}']:.1%}" for size in arguments.sizes)
+        print(
+            f"{row['rid']}: {row['steps']} steps, {row['selected']} of {row['pages']} pages; the next step "
+            f"keeps {row['kept']:.1%}; hot share by cache size: {shares}"
+        )
+    if arguments.machine_name:
+        name, out = arguments.machine_name, arguments.out
+        print("written to", results_file.write("selection_drift", rows, machine_name=name, out=out))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 STEPS = 3
-ATTENTION = ("attend_kernel", "flash", "batchprefill", "batchdecode")  # in kernels that come once a layer
+# In the names of kernels that come once a layer. (Not "flash": FlashInfer's norms come twice.)
+ATTENTION = ("attend_kernel", "flashattn", "flash_fwd", "batchprefill", "batchdecode")
 MARK = "decode_step"
 NAME = 100  # characters of a kernel's name that are kept
 # Calls of the CUDA runtime in which the host waits for the GPU.
@@ -22,7 +23,7 @@ def profile(step: Callable[[], object]) -> dict[str, Any]:
     Returns:
         ``gpu_busy_ms`` and ``gpu_span_ms`` (first kernel's start to last one's end) of a step, medians;
         ``host_ms``, what the host needs to issue it (under the profiler); ``launches`` of kernels;
-        ``host_waits``, calls in which the host waited, by name, of all steps;
+        ``host_waits``, calls in which the host waited, by name, of all ``profiled_steps``;
         ``kernels``, the most expensive first, microseconds a step; ``layer``, the kernels of one layer
         in order, each with its microseconds and the gap before it.
     """
@@ -58,6 +59,7 @@ def profile(step: Callable[[], object]) -> dict[str, Any]:
         "gpu_span_ms": round(sorted(spans)[STEPS // 2] / 1e3, 4),
         "host_ms": round(sorted(host)[STEPS // 2] / 1e3, 4),
         "launches": counts[-1],
+        "profiled_steps": STEPS,
         "host_waits": dict(waits),
         "kernels": [
             {"kernel": name, "launches_per_step": launches[name] / STEPS, "us_per_step": round(us, 2)}

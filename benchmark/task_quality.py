@@ -90,7 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = load_tasks(recipe, arguments.model_path)
     for number, arm in enumerate(arms, 1):
         log = logs / f"server-{arm.name.replace(':', '-')}.log"
-        own = [*arm.flags(max(2048, *budgets)), "--max-running-requests", str(arguments.concurrent)]
+        own = [
+            *arm.flags(max(2048, *budgets), always_sparse=True),
+            "--max-running-requests",
+            str(arguments.concurrent),
+        ]
         with launched([*own, "--model-path", arguments.model_path, *flags], log) as server:
             for budget in [None] if arm.dense else budgets:
                 name = "FullKV" if arm.dense else f"{arm.name}, b = {budget}"

@@ -6,7 +6,8 @@ Every variant is a server of its own on the same GPU, started with the same flag
 listed below goes to SGLang, such as ``--mem-fraction-static`` or ``--max-total-tokens``) and driven by
 SGLang's own serving benchmark with the same prompts.  The prefix cache is emptied before every case, and
 what it gave is a column.  After every case the server must say that it decoded sparse (or, dense, that it
-did not); otherwise the run ends with an error.
+did not); otherwise the run ends with an error.  Steps of few tokens run dense in a sparse server, unless
+``--sparse-decode-dense-below 0`` is given; the table marks the cases that mostly did with a D.
 
 On an H200, with the geometry of GLM-4-9B-Chat-1M and dummy weights (a folder with ``config.json`` is
 enough; the tokenizer is made here), the default grid of 32K and 128K tokens of context:
@@ -43,9 +44,9 @@ from serving.server import LoadWatch, Server, ServerFailed, launched, on_gpu, st
 from serving.variants import Variant
 
 VARIANTS = "dense:fa3,dense:flashinfer,locks:r6h,locks:r4i4"
-# Estimated: four minutes a variant on an H200, most of it prefill.
+# Estimated: four to five minutes a variant on an H200, most of it prefill.
 GRID = (
-    "random:16x32768x256,shared-prefix:32x32768x256,multi-turn:8x32768x128,"
+    "random:1x32768x256,random:4x32768x256,random:16x32768x256,shared-prefix:32x32768x256,multi-turn:8x32768x128,"
     "random:4x131072x256,shared-prefix:8x131072x256"
 )
 # Of the decode rows that the requests' lengths imply. SGLang may run some more.
@@ -53,7 +54,7 @@ SPARSE_ROWS_NEEDED = 0.98
 WARM_UP_TOKENS = 16384
 # What a row holds as its median over the repetitions, with _min and _max beside it.
 MEASURED = ("tokens_per_s", "ttft_ms", "ttft_p99_ms", "itl_ms", "itl_p99_ms", "duration_s")
-KEY = ("variant", "workload", "concurrency", "context", "output")
+KEY = ("variant", "model", "tp", "workload", "concurrency", "context", "output")
 
 Row = dict[str, Any]
 
@@ -99,9 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, variant in enumerate(variants, 1):
         say(f"[{number}/{len(variants)}] {variant.name}")
         with server_of(variant, given, arguments, flags, cases, logs) as (server, tokenizer):
-            rows += measure_variant(server, variant, cases, tokenizer, arguments, logs, held)
-        # After every variant, so that a run that is cut short is not lost.
-        path = write(rows, arguments, copy_rate=None)
+            for row in measured(server, variant, cases, tokenizer, arguments, logs, held):
+                rows.append(row)
+                # After every case, so that a run that is cut short is not lost.
+                write(rows, arguments, copy_rate=None)
     del held
     path = write(rows, arguments, copy_rate=results_file.copy_rate_tb_s())
     print_table(rows)
@@ -157,7 +159,7 @@ def tokenizer_for(flags: list[str]) -> str | None:
     return str(word_tokenizer.write(model, Path(tempfile.gettempdir()) / f"words-{model.name}"))
 
 
-def measure_variant(
+def measured(
     server: Server,
     variant: Variant,
     cases: list[Case],
@@ -165,12 +167,12 @@ def measure_variant(
     arguments: argparse.Namespace,
     logs: Path,
     held: torch.Tensor,
-) -> list[Row]:
+) -> Iterator[Row]:
+    """Rows of a variant's cases, as each is done."""
     check_what_runs(server, variant)
     info = server.get("/server_info")
     locks = server.locks()
     pool = server.load()["max_total_num_tokens"]
-    rows = []
     for case in cases:
         if locks and case.first_prompt <= locks["budget"]:
             raise ServerFailed(
@@ -203,12 +205,11 @@ def measure_variant(
             "source": "measured",
             **merge(runs),
         }
-        rows.append(row)
+        yield row
         say(
             f"  {case}: {row['tokens_per_s']:.1f} tokens/s, TTFT {row['ttft_ms']:.0f} ms, "
             f"ITL {row['itl_ms']:.2f} ms, batch {row['batch']}, {row['cached_share']:.0%} cached"
         )
-    return rows
 
 
 def check_what_runs(server: Server, variant: Variant) -> None:
@@ -248,15 +249,36 @@ def measure(
         "cached_share": round((after["cached"] - before["cached"]) / prompt, 4),
     }
     if rows_before is not None and rows_after is not None:
-        run |= {name: rows_after[name] - rows_before[name] for name in ("rows_sparse", "rows_dense")}
-        needed = SPARSE_ROWS_NEEDED * result["completed"] * (case.output - 1)
-        if run["rows_sparse"] < needed or run["rows_dense"] > run["rows_sparse"] * (1 - SPARSE_ROWS_NEEDED):
-            raise ServerFailed(
-                f"{variant.name}, {case}: {run['rows_sparse']} sparse and {run['rows_dense']} dense rows "
-                f"decoded; at least {needed:.0f} sparse ones were due"
-            )
+        sparse, dense = (rows_after[name] - rows_before[name] for name in ("rows_sparse", "rows_dense"))
+        check_rows(variant, case, sparse, dense, result["completed"], rows_after["dense_below"])
+        run |= {"rows_sparse": sparse, "rows_dense": dense}
+        run["dense_rows_share"] = round(dense / (sparse + dense), 3)
         run |= tier_columns(rows_before, rows_after)
     return run
+
+
+def check_rows(
+    variant: Variant, case: Case, sparse: int, dense: int, completed: int, dense_below: int
+) -> None:
+    """ServerFailed where a server did not decode as it should for the lengths of `case`.
+
+    `sparse` and `dense` rows were decoded by a server whose steps of fewer than `dense_below` tokens run
+    dense. A case whose prompts alone hold as many must be sparse throughout, one whose requests never do
+    dense throughout; between them both may occur.
+    """
+    due = SPARSE_ROWS_NEEDED * completed * (case.output - 1)
+    stray = (1 - SPARSE_ROWS_NEEDED) * (sparse + dense)
+    if case.first_prompt >= dense_below:
+        good = sparse >= due and dense <= stray
+    elif case.concurrency * (case.context + case.output) < dense_below:
+        good = dense >= due and sparse <= stray
+    else:
+        good = sparse + dense >= due
+    if not good:
+        raise ServerFailed(
+            f"{variant.name}, {case}: {sparse} sparse and {dense} dense rows decoded by a server that runs "
+            f"steps of fewer than {dense_below} tokens dense; at least {due:.0f} were due"
+        )
 
 
 def tier_columns(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +302,8 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | None) -> Path:
     """Write the rows, after those of ``--append`` that were not measured again."""
-    kept = json.loads(arguments.append.read_text())["rows"] if arguments.append else []
+    earlier = json.loads(arguments.append.read_text()) if arguments.append else None
+    kept = earlier["rows"] if earlier else []
     new = {tuple(row[name] for name in KEY) for row in rows}
     return results_file.write(
         "throughput",
@@ -289,11 +312,15 @@ def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | Non
         out=arguments.out,
         made_from=arguments.commit,
         copy_tb_s=copy_rate,
+        earlier=earlier,
     )
 
 
 def print_table(rows: list[Row]) -> None:
-    """All rows; the last two columns compare with the faster dense backend of the same case."""
+    """All rows; the last two columns compare with the faster dense backend of the same case.
+
+    A sparse variant's D: most of the case's rows were decoded in dense steps.
+    """
     head = f"{'workload':>14}{'clients x context + output':>28}{'variant':>26}{'TTFT ms':>10}{'ITL p50':>9}"
     say(f"\n{head}{'p99':>9}{'tokens/s':>10}{'batch':>7}{'cached':>8}{'tokens/s':>10}{'ITL':>8}")
     for row in sorted(rows, key=lambda row: (row["workload"], row["context"], row["concurrency"])):
@@ -304,8 +331,10 @@ def print_table(rows: list[Row]) -> None:
             ratios[0] = f"{row['tokens_per_s'] / max(r['tokens_per_s'] for r in dense):.2f}x"
             ratios[1] = f"{min(r['itl_ms'] for r in dense) / row['itl_ms']:.2f}x"
         where = f"{row['concurrency']} x {row['context']:,} + {row['output']}"
+        name = row["variant"] + (f" TP {row['tp']}" if row["tp"] > 1 else "")
+        name += " D" if row.get("dense_rows_share", 0) > 0.5 else ""
         say(
-            f"{row['workload']:>14}{where:>28}{row['variant']:>26}{row['ttft_ms']:>10.0f}{row['itl_ms']:>9.2f}"
+            f"{row['workload']:>14}{where:>28}{name:>26}{row['ttft_ms']:>10.0f}{row['itl_ms']:>9.2f}"
             f"{row['itl_p99_ms']:>9.2f}{row['tokens_per_s']:>10.1f}{row['batch']:>7}{row['cached_share']:>8.1%}"
             f"{ratios[0]:>10}{ratios[1]:>8}"
         )

@@ -9,25 +9,27 @@ python=python3
 geometries=
 formats=r6h
 arch=90a
+tier=gpu
 isolation=()
 
 usage() {
     cat <<'HELP'
 usage: docker/install.sh [--python PYTHON] [--geometries LIST] [--formats LIST] [--arch SM]
-                         [--no-build-isolation]
+                         [--tier gpu|host] [--no-build-isolation]
 
   --python PYTHON       interpreter of the environment that has SGLang (default: python3)
   --geometries LIST     query heads x KV heads x head dimension of the models to compile kernels for, such as
                         "32x4x128 32x8x128"; without it kernels compile at first use
   --formats LIST        record formats to compile for (default: r6h)
   --arch SM             compute capability to compile for (default: 90a)
+  --tier gpu|host       where the servers will have their KV pool (--sparse-decode-kv-tier; default: gpu)
   --no-build-isolation  build the wheel with the setuptools that is installed, without downloads
 HELP
 }
 
 while [ $# -gt 0 ]; do
     case $1 in
-        --python | --geometries | --formats | --arch)
+        --python | --geometries | --formats | --arch | --tier)
             [ $# -ge 2 ] || { echo "install: $1 needs a value" >&2; exit 2; }
             declare "${1#--}=$2"
             shift 2
@@ -37,6 +39,11 @@ while [ $# -gt 0 ]; do
         *) echo "install: unknown option $1" >&2; usage >&2; exit 2 ;;
     esac
 done
+
+case $tier in
+    gpu | host) ;;
+    *) echo "install: --tier is '$tier'; legal: gpu, host" >&2; exit 2 ;;
+esac
 
 # The steps below change folder.
 case $python in
@@ -77,6 +84,7 @@ step "3/4 CUDA kernels"
 arguments=()
 for geometry in $geometries; do arguments+=(--geometry "$geometry"); done
 for format in $formats; do arguments+=(--format "$format"); done
+if [ "$tier" = host ]; then arguments+=(--host-tier); fi
 if [ -n "$geometries" ]; then
     "$python" -m locks_kernels.precompile --arch "$arch" "${arguments[@]}"
 else

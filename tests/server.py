@@ -237,6 +237,16 @@ class ServerPool:
         server.flush_cache()
         return server
 
+    def kill(self, server: Server) -> None:
+        """End a server as a crash does, and wait until nothing of it is left; `get` starts it again."""
+        (flags,) = (flags for flags, (_, running) in self._running.items() if running is server)
+        tree = [psutil.Process(server.process.pid)]
+        tree += tree[0].children(recursive=True)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(tree, timeout=10)
+        assert not alive, alive
+        self._close(flags)
+
     def close(self) -> None:
         """Stop all servers."""
         self._starters.shutdown()

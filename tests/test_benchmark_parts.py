@@ -50,6 +50,11 @@ def test_variants() -> None:
     ]
     assert Variant.parse("quest::flashinfer", "fa3").backend == "flashinfer"
     assert "--sparse-decode-summary" not in Variant.parse("oracle", "fa3").flags(512)
+    assert "--sparse-decode-dense-below" not in sparse
+    assert Variant.parse("locks", "fa3").flags(512, always_sparse=True)[-2:] == [
+        "--sparse-decode-dense-below",
+        "0",
+    ]
     host = Variant.parse("host:r4i4", "fa3")
     assert (host.selector, host.tier, sparse) == (
         "locks",
@@ -79,19 +84,28 @@ def test_prompts_of_a_conversation_grow_to_the_context() -> None:
 def test_rows_of_an_earlier_run_are_kept_unless_measured_again(tmp_path: Path) -> None:
     row = {
         "variant": "dense:fa3",
+        "model": "m",
+        "tp": 1,
         "workload": "random",
         "concurrency": 1,
         "context": 8,
         "output": 2,
         "x": 1,
     }
-    other = {**row, "variant": "locks:r6h"}
-    (tmp_path / "old.json").write_text(json.dumps({"rows": [row, other]}))
+    other = {**row, "model": "n"}
+    earlier = {"rows": [row, other], "commit": "b", "command": "python old"}
+    (tmp_path / "old.json").write_text(json.dumps(earlier))
     arguments = argparse.Namespace(
         append=tmp_path / "old.json", machine_name="test", out=tmp_path, commit="c"
     )
     written = throughput.write([{**row, "x": 2}], arguments, copy_rate=None)
-    assert json.loads(written.read_text())["rows"] == [other, {**row, "x": 2}]
+    content = json.loads(written.read_text())
+    assert content["rows"] == [other, {**row, "x": 2}]
+    assert content["commands"] == ["python old # commit b", content["command"]]
+    # Written again after the next case, or appended to itself: a command is there once.
+    arguments.append = written
+    again = json.loads(throughput.write([{**row, "x": 3}], arguments, copy_rate=None).read_text())
+    assert again["commands"] == content["commands"]
 
 
 def test_every_task_has_its_row_in_the_paper() -> None:
@@ -251,7 +265,7 @@ def test_results_name_no_folder_of_the_machine() -> None:
 
 
 def test_bytes_of_the_kernel_cases_are_those_of_the_committed_results() -> None:
-    files = sorted((ROOT / "benchmark" / "results").glob("kernel_floor-*.json"))
+    files = sorted((ROOT / "benchmark" / "results").glob("kernel_floor*.json"))
     rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
     assert rows
     for row in rows:

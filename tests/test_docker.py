@@ -102,8 +102,31 @@ def test_kernels_of_the_image_are_those_of_the_defaults() -> None:
     geometries = argument("LOCKS_GEOMETRIES").split()
     assert "32x4x128" in geometries and "32x8x128" in geometries
     for text in geometries:
-        geometry = precompile.Geometry.parse(text, 16, argument("LOCKS_FORMATS"), torch.bfloat16)
-        assert precompile.libraries(geometry)
+        for host in (False, True):
+            records = argument("LOCKS_FORMATS")
+            geometry = precompile.Geometry.parse(text, 16, records, torch.bfloat16, host_tier=host)
+            assert precompile.libraries(geometry)
+
+
+@pytest.mark.parametrize(("tier", "compiled"), [([], ""), (["gpu"], ""), (["host"], " --host-tier")])
+def test_kernels_are_those_of_the_tier(tier: list[str], compiled: str, tmp_path: Path) -> None:
+    """With an interpreter that only writes down what it is asked."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    python.chmod(0o755)
+    flags = ["--python", str(python), "--geometries", "32x4x128 32x8x128"]
+    flags += ["--tier", *tier] if tier else []
+    done = subprocess.run([str(DOCKER / "install.sh"), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (asked,) = re.findall(r"precompile (.*)", (tmp_path / "asked").read_text())
+    assert asked == f"--arch 90a --geometry 32x4x128 --geometry 32x8x128 --format r6h{compiled}"
+
+
+def test_the_image_is_built_for_the_tier_that_compose_serves() -> None:
+    assert argument("LOCKS_KV_TIER") == ""
+    assert '--tier "${LOCKS_KV_TIER:-gpu}"' in DOCKERFILE
+    compose = (DOCKER / "compose.yaml").read_text()
+    assert 'LOCKS_KV_TIER: "${SPARSE_DECODE_KV_TIER:-}"' in compose
 
 
 def test_what_the_install_steps_copy_is_in_the_build_context() -> None:
@@ -159,6 +182,7 @@ def test_install_steps_in_a_fresh_environment(environment: Path, tmp_path: Path)
     [
         (["--geometry"], 2, "unknown option --geometry"),
         (["--python"], 2, "--python needs a value"),
+        (["--tier", "disk"], 2, "--tier is 'disk'; legal: gpu, host"),
         (["--python", "/no/such/python"], 127, "No such file"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import plan_report
 import selection_drift
 
 
@@ -22,3 +23,21 @@ def test_kept_and_hot_share(tmp_path: Path) -> None:
     assert selection_drift.hot_share(steps, 2) == 1  # room for both
     # The one of the two that came first stays: what was read a step ago is not evicted.
     assert selection_drift.hot_share(steps, 1) == 0.875
+
+
+def test_rows_and_their_table(tmp_path: Path) -> None:
+    """A row a request, without those of too few steps; the page shows what the row says."""
+    lines = [
+        {"rid": rid, "seq_len": 200 + step, "layer": 0, "pages": [[0, 3, 5, 6 + step % 2, 12]]}
+        for rid, steps in (("longer-than-8", 40), ("b", 2))
+        for step in range(steps)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = selection_drift.rows_of(trace, (1, 2))
+    assert row == {
+        **{"rid": "longer-t", "steps": 40, "selected": 5, "pages": 13, "kept": 0.75},
+        **{"hot_share_1": 0.875, "hot_share_2": 1.0},
+    }
+    page = plan_report.drift({"rows": [row]}, lambda result: "origin")
+    assert "| 5 of 13 | 40 | 75.0% | 87.5% | 100.0% |" in page and page.endswith("origin")

@@ -18,22 +18,25 @@ import fidelity_tables
 import kernel_report
 import pages
 import plan_report
+import profile_report
 import quality_report
+import step_report
+import tier_report
+from model_rows import Rows, by_model, first
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"
-# Table C.22 and C.23 of the paper: r8i4 against the faster of FA3 and FlashInfer on an H200 NVL.
-PAPER = {
-    (1, 16384): 0.98, (1, 32768): 0.96, (1, 65536): 1.08, (1, 131072): 1.06, (1, 262144): 1.30,
-    (1, 524288): 1.54, (1, 1000000): 2.02, (4, 262144): 1.80, (8, 131072): 1.59, (16, 65536): 1.43,
-    (32, 32768): 1.26,
-}  # fmt: skip
 SELECTION_TABLES = ("lost", "basis", "scope", "combine", "rope", "page_size")
-THROUGHPUT_CASE = ("workload", "concurrency", "context", "output")
+THROUGHPUT_CASE = ("model", "tp", "workload", "concurrency", "context", "output")
+AUDIT_HEAD = [
+    "batch x context", "step, ms", "processes differ by, us", "copies, us a step", "an audit, ms",
+    "interval", "cost",
+]  # fmt: skip
 THROUGHPUT_HEAD = [
     "workload", "clients x context + output", "variant", "TTFT, s", "ITL p50 / p99, ms", "ITL gain",
     "tokens/s", "gain", "batch", "cached", "KV pool, tokens",
 ]  # fmt: skip
+NOT_RUN = "Not run yet."
 THROUGHPUT_FIGURES = {"h200": "throughput.svg", "cpu": "throughput_cpu.svg"}
 
 
@@ -62,134 +65,124 @@ def origin(result: dict[str, Any]) -> str:
     return (
         f"{note}{machine['gpu'] or machine['cpu']}, {versions}; {result['date']}, "
         f"commit `{result['commit']}`{rate}.\n"
-        f"Command: `{result['command']}`"
+        + "\n".join(f"Command: `{line}`" for line in result.get("commands", [result["command"]]))
     )
 
 
-def step_times(result: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
-    cases: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        cases.setdefault((row["batch"], row["context"]), {})[row["variant"]] = row
-    return cases
+def decode_step(name: str = "decode_step") -> str:
+    """Complete steps, a model after the other."""
+    result = newest(name)
+    if result is None:
+        return NOT_RUN
+    marked = ""
+    if any(step_report.ran_dense(row) for row in result["rows"]):
+        marked = (
+            "D: a step of so few tokens that it ran dense, in a sparse server "
+            "(`--sparse-decode-dense-below`).\n\n"
+        )
+    return f"{step_report.each_model(result['rows'], step_report.steps)}\n\n{marked}{origin(result)}"
 
 
-def fastest_dense(found: dict[str, dict[str, Any]], time: str) -> float:
-    """Milliseconds of the faster dense backend of a case."""
-    return min(row[time] for name, row in found.items() if name.startswith("dense"))
-
-
-def step_table(result: dict[str, Any], time: str) -> str:
-    """One time of every variant, and the ratio of the faster dense backend's to each sparse one's."""
-    variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
-    dense = [name for name in variants if name.startswith("dense")]
-    sparse = [name for name in variants if not name.startswith("dense")]
-    rows = []
-    for case, found in step_times(result).items():
-        fastest = fastest_dense(found, time)
-        cells = [f"{found[name][time]:.2f}" for name in dense]
-        for name in sparse:
-            ran_dense = " D" if found[name].get("dense_rows_share") else ""
-            cells.append(f"{found[name][time]:.2f} ({fastest / found[name][time]:.2f}x){ran_dense}")
-        rows.append([f"{case[0]} x {case[1]:,}", *cells, f"{PAPER[case]:.2f}x" if case in PAPER else "-"])
-    head = ["batch x context", *(f"{name.replace(':', ' ')}, ms" for name in dense + sparse), "paper, r8i4"]
-    return pages.table(head, rows)
-
-
-def decode_step() -> str:
-    """Steps that overlap, as a server's do, and steps that are waited for."""
-    result = needed("decode_step")
-    return (
-        "A step while the next one is prepared (`pipelined_ms`):\n\n"
-        f"{step_table(result, 'pipelined_ms')}\n\n"
-        "A step that is waited for (`step_ms`), with all of the host's part:\n\n"
-        f"{step_table(result, 'step_ms')}\n\n"
-        "D: a step of so few tokens that it ran dense, in a sparse server "
-        f"(`--sparse-decode-dense-below`).\n\n{origin(result)}"
-    )
+def beside_decode_step(name: str, time: str, names: tuple[str, str]) -> str:
+    """Sparse steps of a run that differs in one thing, beside those of ``decode_step``."""
+    result = newest(name)
+    if result is None:
+        return NOT_RUN
+    others = needed("decode_step")["rows"]
+    return f"{step_report.beside(result['rows'], others, time, names)}\n\n{origin(result)}"
 
 
 def prefilled() -> str:
     """Steps behind a context that was really prefilled, beside those behind a filled pool."""
-    result = needed("decode_step_prefilled")
-    filled = step_times(needed("decode_step"))
-    rows = []
-    for case, found in step_times(result).items():
-        for name, row in found.items():
-            if name.startswith("dense") or row.get("dense_rows_share"):
-                continue
-            other = filled[case][name]["graph_ms"]
-            cells = [f"{case[0]} x {case[1]:,}", name.replace(":", " "), f"{row['graph_ms']:.2f}"]
-            rows.append([*cells, f"{other:.2f}", f"{row['graph_ms'] / other - 1:+.1%}"])
-    head = ["batch x context", "variant", "prefilled, GPU alone, ms", "filled pool, ms", "difference"]
-    return f"{pages.table(head, rows)}\n\n{origin(result)}"
+    names = ("prefilled, GPU alone, ms", "filled pool, ms")
+    return beside_decode_step("decode_step_prefilled", "graph_ms", names)
+
+
+def flashinfer_attend() -> str:
+    """Steps whose selected pages FlashInfer attends, beside those with the native kernel."""
+    names = ("FlashInfer attends, GPU alone, ms", "native, ms")
+    return beside_decode_step("decode_step_flashinfer_attend", "graph_ms", names)
+
+
+def step_profile() -> str:
+    """The kernels of a layer, dense beside sparse, and what the host waits for."""
+    result = newest("decode_step_profile")
+    if result is None:
+        return NOT_RUN
+    return f"{step_report.each_model(result['rows'], profile_report.cases)}\n\n{origin(result)}"
 
 
 def cpu_step() -> str:
     """Medians and spread of a step of the demo model on a CPU."""
     result = needed("decode_step", "cpu")
-    rows = [
-        [row["variant"], f"{row['step_ms']:.0f}", f"{row['step_ms_min']:.0f} to {row['step_ms_max']:.0f}"]
-        for row in result["rows"]
-    ]
-    return f"{pages.table(['variant', 'step, ms', 'spread, ms'], rows)}\n\n{origin(result)}"
+    return f"{step_report.spread(result['rows'])}\n\n{origin(result)}"
 
 
 def audit_cost(machine: str) -> str:
     """What audits take of a decode step, an interval a line."""
     result = newest("audit_cost", machine)
     if result is None:
-        return "Not run yet."
-    rows = [
-        [
-            f"{row['batch']} x {row['context']:,}",
-            f"{row['step_ms']:.2f}",
-            f"{1000 * row['copies_ms']:.0f}",
-            f"{row['audit_ms']:.3f}",
-            f"{row['interval']:,}",
-            f"{row['cost_percent']:.2f} %",
-        ]
-        for row in result["rows"]
+        return NOT_RUN
+
+    def part(of_model: Rows) -> str:
+        return pages.table(AUDIT_HEAD, [audit_cells(row) for row in of_model])
+
+    return f"{step_report.each_model(result['rows'], part)}\n\n{origin(result)}"
+
+
+def audit_cells(row: dict[str, Any]) -> list[str]:
+    """Of one row; in brackets the least and the most."""
+
+    def spread(name: str, digits: int, scale: float = 1) -> str:
+        mean, least, most = (f"{scale * row[name + end]:.{digits}f}" for end in ("", "_min", "_max"))
+        return f"{mean} ({least} to {most})"
+
+    return [
+        f"{row['batch']} x {row['context']:,}",
+        f"{row['step_ms']:.2f}",
+        f"{1000 * row['off_spread_ms']:.0f} off, {1000 * row['on_spread_ms']:.0f} on",
+        spread("copies_ms", 0, 1000),
+        spread("audit_ms", 3),
+        f"{row['interval']:,}",
+        spread("cost_percent", 2) + " %",
     ]
-    head = ["batch x context", "step, ms", "copies, us a step", "an audit, ms", "interval", "cost"]
-    return f"{pages.table(head, rows)}\n\n{origin(result)}"
 
 
 def gains() -> str:
-    """The README's short table: steps that overlap, as in a server."""
-    result = needed("decode_step")
-    sparse = ("locks:r4i4", "locks:r8i4")
-    rows = []
-    for (batch, context), found in step_times(result).items():
-        fastest = fastest_dense(found, "pipelined_ms")
-        cells = [f"{batch} x {context:,}", f"{fastest:.2f}"]
-        for name in sparse:
-            ran_dense = " (dense)" if found[name].get("dense_rows_share") else ""
-            time = found[name]["pipelined_ms"]
-            cells += [f"{time:.2f}{ran_dense}", f"{fastest / time:.2f}x"]
-        rows.append(cells)
-    head = ["batch x context", "dense, ms"]
-    for name in sparse:
-        head += [f"sparse {name[6:]}, ms", "speedup"]
-    return pages.table(head, rows)
+    """The README's short table: steps that overlap, as in a server, of one geometry."""
+    return step_report.gains(needed("decode_step")["rows"])
 
 
-def kernel_times() -> str:
-    """Every op of one layer, ours and the author's, a table a record format."""
-    result = needed("kernel_floor")
-    tables = [kernel_report.times(result["rows"], form) for form in ("r4i4", "r8i4", "r6h")]
-    return "\n\n".join([*tables, kernel_report.dense(result["rows"]), origin(result)])
+def kernel_times(name: str = "kernel_floor") -> str:
+    """Every op of one layer, ours and the author's, a table a model and record format."""
+    result = newest(name)
+    if result is None:
+        return NOT_RUN
+    return f"{kernel_report.report(result['rows'])}\n\n{origin(result)}"
 
 
 def throughput(machine: str) -> str:
     """Every case of the newest run of servers, against the faster dense backend of the same case."""
     result = newest("throughput", machine)
     if result is None:
-        return "Not run yet."
-    rows = []
-    for row in sorted(
-        result["rows"], key=lambda row: (row["workload"], row["context"], row["concurrency"])
-    ):
-        same = [r for r in result["rows"] if all(r[name] == row[name] for name in THROUGHPUT_CASE)]
+        return NOT_RUN
+    models = by_model(result["rows"], step_report.MAIN)
+    tables = []
+    for model, of_model in models.items():
+        tables += [step_report.title(model)] if len(models) > 1 else []
+        tables.append(throughput_table(of_model))
+    figure = ""
+    if any(row["workload"] == "random" for row in first(result["rows"], step_report.MAIN)):
+        name = THROUGHPUT_FIGURES[machine]
+        figure = f"\n\n![tokens/s and time between tokens against clients](figures/{name})"
+    return "\n\n".join([*tables, origin(result)]) + figure
+
+
+def throughput_table(served: Rows) -> str:
+    """The cases of one model."""
+    rows, with_link = [], tier_report.has_link(served)
+    for row in sorted(served, key=lambda row: (row["workload"], row["context"], row["concurrency"])):
+        same = [r for r in served if all(r[name] == row[name] for name in THROUGHPUT_CASE)]
         dense = [r for r in same if r["budget"] is None]
         gain = slowdown = "-"
         if dense and row["budget"] is not None:
@@ -199,7 +192,7 @@ def throughput(machine: str) -> str:
             [
                 row["workload"],
                 f"{row['concurrency']} x {row['context']:,} + {row['output']:,}",
-                row["variant"].replace(":", " "),
+                served_by(row),
                 f"{row['ttft_ms'] / 1000:.2f}",
                 f"{row['itl_ms']:.2f} / {row['itl_p99_ms']:.2f}",
                 slowdown,
@@ -208,13 +201,25 @@ def throughput(machine: str) -> str:
                 str(row["batch"]),
                 f"{row['cached_share']:.0%}",
                 f"{row['kv_tokens']:,}",
+                *(tier_report.link_cells(row) if with_link else []),
             ]
         )
-    figure = ""
-    if any(row["workload"] == "random" for row in result["rows"]):
-        name = THROUGHPUT_FIGURES[machine]
-        figure = f"\n\n![tokens/s and time between tokens against clients](figures/{name})"
-    return f"{pages.table(THROUGHPUT_HEAD, rows)}\n\n{origin(result)}{figure}"
+    return pages.table(THROUGHPUT_HEAD + (tier_report.LINK_HEAD if with_link else []), rows)
+
+
+def host_ttft(machine: str) -> str:
+    """Time to first token from a host tier beside that of a resident pool."""
+    result = newest("throughput", machine)
+    found = tier_report.ttft(result["rows"]) if result else None
+    return f"{found}\n\n{origin(result)}" if result and found else NOT_RUN
+
+
+def served_by(row: dict[str, Any]) -> str:
+    """Variant of a row of servers, with what else tells it apart."""
+    parts = [row["variant"].replace(":", " ")]
+    parts += [f"TP {row['tp']}"] if row["tp"] > 1 else []
+    parts += ["D"] if row.get("dense_rows_share", 0) > 0.5 else []
+    return " ".join(parts)
 
 
 def quality() -> str:
@@ -223,15 +228,13 @@ def quality() -> str:
     for name in quality_report.RECIPES:
         for machine in ("h200", "cpu"):
             result = newest(f"quality-{name}", machine)
-            if result is not None:
-                rows = result["rows"]
-                first = rows[0]
-                setting = f"{first['model']}, {first['prompts']} prompts a task"
-                setting += f" of {first['length']:,} tokens" if first["length"] else ""
+            for model, rows in by_model(result["rows"]).items() if result else ():
+                setting = f"{model}, {rows[0]['prompts']} prompts a task"
+                setting += f" of {rows[0]['length']:,} tokens" if rows[0]["length"] else ""
                 parts.append(
                     f"### {name} ({setting})\n\n{quality_report.scores(name, rows)}\n\n{origin(result)}"
                 )
-    return "\n\n".join(parts) or "Not run yet."
+    return "\n\n".join(parts) or NOT_RUN
 
 
 def quality_not_run() -> str:
@@ -239,7 +242,8 @@ def quality_not_run() -> str:
     done = set()
     for name, recipe in quality_report.RECIPES.items():
         found = [newest(f"quality-{name}", machine) for machine in ("h200", "cpu")]
-        if recipe.model.split("/")[1] in [result["rows"][0]["model"] for result in found if result]:
+        models = {row["model"] for result in found if result for row in result["rows"]}
+        if recipe.model.split("/")[1] in models:
             done.add(name)
     return quality_report.not_run(done)
 
@@ -262,27 +266,34 @@ def figures() -> None:
     folder = ROOT / "docs" / "figures"
     plots.step_time(needed("decode_step")["rows"], folder / "step_time.svg")
     plots.layer_time(needed("kernel_floor")["rows"], folder / "layer_time.svg")
-    plots.plan(plan_report.pairs(needed("decode_step")), folder / "plan.svg")
+    steps = plan_report.pairs(needed("decode_step")) + plan_report.host_pairs(newest("host_tier"))
+    plots.plan(steps, folder / "plan.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
     for machine, name in THROUGHPUT_FIGURES.items():
         if served := newest("throughput", machine):
-            plots.throughput(served["rows"], folder / name)
+            plots.throughput(first(served["rows"], step_report.MAIN), folder / name)
 
 
 PAGES: dict[Path, pages.Parts] = {
     ROOT / "docs" / "results.md": {
         "decode_step": decode_step,
         "prefilled": prefilled,
+        "flashinfer_attend": flashinfer_attend,
+        "decode_step_llama31": partial(decode_step, "decode_step_llama31"),
+        "decode_step_glm4_kv2": partial(decode_step, "decode_step_glm4_kv2"),
+        "step_profile": step_profile,
         "audit_cost": lambda: audit_cost("h200"),
         "throughput": lambda: throughput("h200"),
+        "host_ttft": lambda: host_ttft("h200"),
         "cpu_step": cpu_step,
         "cpu_throughput": lambda: throughput("cpu"),
     },
     ROOT / "docs" / "plan.md": {
         "constants": lambda: plan_report.constants(needed("decode_step")),
         "points": lambda: plan_report.points(needed("decode_step")),
-        "host_points": lambda: plan_report.host_points(newest("host_tier")),
+        "host_points": lambda: plan_report.host_points(newest("host_tier"), origin),
+        "drift": lambda: plan_report.drift(newest("selection_drift", "cpu"), origin),
         "gh200_host": plan_report.gh200_host,
         "gh200_one": plan_report.gh200_one,
         "gh200_plans": plan_report.gh200_plans,
@@ -295,7 +306,10 @@ PAGES: dict[Path, pages.Parts] = {
         "auto_mass": lambda: fidelity_report.auto_mass(needed("fidelity_auto", "cpu")["rows"]),
         "auto_decode": lambda: fidelity("auto", fidelity_report.auto_decode),
     },
-    ROOT / "docs" / "kernels.md": {"kernel_times": kernel_times},
+    ROOT / "docs" / "kernels.md": {
+        "kernel_times": kernel_times,
+        "kernel_times_heads": partial(kernel_times, "kernel_floor_heads"),
+    },
     ROOT / "docs" / "quality.md": {"quality": quality, "quality_not_run": quality_not_run},
     ROOT / "docs" / "gh200.md": {"gh200_sizing": plan_report.gh200_sizing},
     ROOT / "README.md": {"gains": gains},

@@ -19,6 +19,8 @@ from locks_sglang.plan.model import PlanModel, read
 from locks_sglang.plan.step import step_bytes, step_ms
 
 MODELS = Path(__file__).resolve().parents[1] / "benchmark" / "models"
+# Whose steps the costs are fitted to.
+MAIN = "glm4-9b-1m-kv4"
 Rows = list[dict[str, Any]]
 Features = Callable[[dict[str, Any]], list[float]]
 
@@ -60,9 +62,10 @@ def tier_of(row: dict[str, Any]) -> str:
 def usable(rows: Rows) -> Rows:
     """Steps of what the planner knows: dense ones, and those that score records of the paper's kind.
 
-    Not the dense steps of a sparse server, which a dense server's stand for.
+    Not the dense steps of a sparse server, which a dense server's stand for; of one geometry.
     """
-    known = [row for row in rows if row["tp"] == 1 and row["backend"] not in ("quest", "oracle")]
+    rows = [row for row in rows if row["model"] == MAIN and row["tp"] == 1]
+    known = [row for row in rows if row["backend"] not in ("quest", "oracle")]
     return [row for row in known if not row.get("dense_rows_share")]
 
 
@@ -188,13 +191,24 @@ def pairs(result: dict[str, Any]) -> list[tuple[str, float, float]]:
     return [(row["variant"], row["step_ms"], predict(row, fixed)) for row in usable(result["rows"])]
 
 
-def host_points(result: dict[str, Any] | None) -> str:
+def host_pairs(result: dict[str, Any] | None) -> list[tuple[str, float, float]]:
+    """As `pairs`, of the steps of the largest batches: ``dense`` or ``host tier``."""
+    names = {"dense": "dense, largest batch", "host": "host tier, largest batch"}
+    rows = result["rows"] if result else []
+    return [(names[tier_of(row)], row["itl_ms"], predict(row, costs.load())) for row in rows]
+
+
+def of_case(row: dict[str, Any]) -> tuple[str, int]:
+    return row["model"], row["context"]
+
+
+def host_points(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]], str]) -> str:
     """Every measured point of the host tier, its gain over the faster dense batch, and its prediction."""
     if result is None:
         return "Not measured yet."
     table, worst = [], 0.0
-    for row in sorted(result["rows"], key=lambda row: (row["context"], row["tier"], row["variant"])):
-        dense = [r for r in result["rows"] if r["context"] == row["context"] and r["budget"] is None]
+    for row in sorted(result["rows"], key=lambda row: (*of_case(row), row["tier"], row["variant"])):
+        dense = [r for r in result["rows"] if r["budget"] is None and of_case(r) == of_case(row)]
         most = max((r["tokens_per_s"] for r in dense), default=None)
         planned = predict(row, costs.load())
         worst = max(worst, abs(planned / row["itl_ms"] - 1))
@@ -215,10 +229,26 @@ def host_points(result: dict[str, Any] | None) -> str:
         "batch x context", "variant", "hot cache, GiB", "hot share", "GB a step over the link", "tokens/s",
         "of dense", "measured, ms", "predicted", "off by",
     ]  # fmt: skip
-    return (
-        f"Predictions are off by {worst:.1%} at worst. Measured: host_tier of {result['date']}, commit "
-        f"{result['commit']}.\n\n{pages.table(head, table)}"
-    )
+    return f"Predictions are off by {worst:.1%} at worst.\n\n{pages.table(head, table)}\n\n{origin(result)}"
+
+
+def drift(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]], str]) -> str:
+    """How much of a selection the next step keeps, and the hot shares of caches of some steps' reads."""
+    if result is None:
+        return "Not measured yet."
+    sizes = [name for name in result["rows"][0] if name.startswith("hot_share_")]
+    table = [
+        [
+            f"{row['selected']} of {row['pages']}",
+            str(row["steps"]),
+            f"{row['kept']:.1%}",
+            *(f"{row[name]:.1%}" for name in sizes),
+        ]
+        for row in result["rows"]
+    ]
+    head = ["pages selected", "steps", "kept by the next step"]
+    head += [f"hot share, cache of {name.rpartition('_')[2]}" for name in sizes]
+    return f"{pages.table(head, table)}\n\n{origin(result)}"
 
 
 def gh200_one() -> str:

@@ -38,15 +38,16 @@ class Variant:
             f"{name!r} is neither dense:BACKEND nor (locks|quest|oracle|host)[:FORMAT[:BACKEND]]"
         )
 
-    def flags(self, budget: int, host_gib: float | None = None) -> list[str]:
-        """SGLang's flags for this variant with `budget` tokens attended in every step, however short.
+    def flags(self, budget: int, host_gib: float | None = None, always_sparse: bool = False) -> list[str]:
+        """SGLang's flags for this variant, with `budget` tokens attended per KV head.
 
-        `host_gib` is the host memory of a host variant's KV cache; None: the server decides.
+        `host_gib` is the host memory of a host variant's KV cache; None: the server decides. With
+        `always_sparse` steps of few tokens select pages, too, where a server runs them dense by default.
         """
         flags = ["--attention-backend", self.backend]
         if not self.dense:
             flags += ["--sparse-decode", self.selector, "--sparse-decode-budget", str(budget)]
-            flags += ["--sparse-decode-dense-below", "0"]
+            flags += ["--sparse-decode-dense-below", "0"] if always_sparse else []
         if self.tier == "host":
             flags += ["--sparse-decode-kv-tier", "host"]
             flags += ["--sparse-decode-host-gib", str(host_gib)] if host_gib else []

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 AUDITED_ROWS = 4
 """Requests that one audit looks at; reading all of their keys is what it costs."""
+AUDITED_ROWS_ON_HOST = 1
+"""The same where keys come over the link, some eighty times as slowly."""
 
 _NOT_SPARSE = -1.0
 
@@ -40,9 +42,9 @@ def spread(layers: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(layers[round(i * step)] for i in range(count))
 
 
-def empty_scratch(geometry: Geometry, device: torch.device | str) -> PageScores:
+def empty_scratch(geometry: Geometry, rows: int, device: torch.device | str) -> PageScores:
     """Room for the exact scores of an audit, so that none allocates."""
-    shape = (AUDITED_ROWS, geometry.q_heads, geometry.max_pages)
+    shape = (rows, geometry.q_heads, geometry.max_pages)
     return PageScores(
         torch.zeros(shape, dtype=torch.float32, device=device),
         torch.zeros(shape[:2], dtype=torch.float32, device=device),
@@ -50,7 +52,8 @@ def empty_scratch(geometry: Geometry, device: torch.device | str) -> PageScores:
 
 
 def scratch_bytes(geometry: Geometry) -> int:
-    scratch = empty_scratch(geometry, "meta")
+    """At most what an audit keeps."""
+    scratch = empty_scratch(geometry, AUDITED_ROWS, "meta")
     return scratch.scores.nbytes + scratch.lse.nbytes
 
 
@@ -73,6 +76,7 @@ class Audit:
         summaries: the keys of every layer.
         geometry: shape of the attention.
         observe: called with (layer, mean mass over the heads) for every audited row.
+        rows: requests that one audit looks at.
 
     Attributes:
         launched: audits so far, whether their results have arrived or not.
@@ -85,8 +89,10 @@ class Audit:
         summaries: SummaryPool,
         geometry: Geometry,
         observe: Callable[[int, float], None],
+        rows: int = AUDITED_ROWS,
     ) -> None:
         self._interval = interval
+        self._rows = rows
         self._layers = tuple(layers)
         self._keys = summaries.keys
         self._page_size = summaries.page_size
@@ -97,7 +103,7 @@ class Audit:
         self._free: list[torch.Tensor] = []
         device = self._keys[0].device
         self._on_gpu = device.type == "cuda"
-        self._scratch = empty_scratch(geometry, device) if self._on_gpu else None
+        self._scratch = empty_scratch(geometry, rows, device) if self._on_gpu else None
 
     def after_step(self, step: StepTables, taps: dict[int, LayerTap], rows: int) -> None:
         """Audit the decode step that was launched last, if it is one's turn.
@@ -146,15 +152,15 @@ class Audit:
         self.launched += 1
         layer = self._layers[turn % len(self._layers)]
         # Other rows each time all layers have had their turn.
-        first = turn // len(self._layers) % -(-rows // AUDITED_ROWS) * AUDITED_ROWS
-        window = slice(first, min(first + AUDITED_ROWS, rows))
+        first = turn // len(self._layers) % -(-rows // self._rows) * self._rows
+        window = slice(first, min(first + self._rows, rows))
         mass = self._mass(taps[layer], layer, window, step.page_table[window], step.seq_lens[window])
         count = len(mass)
         if not self._on_gpu:
             self._pending.append(_Result(layer, count, mass, None))
             self.collect()
             return
-        host = self._free.pop() if self._free else torch.empty(AUDITED_ROWS, pin_memory=True)
+        host = self._free.pop() if self._free else torch.empty(self._rows, pin_memory=True)
         host[:count].copy_(mass, non_blocking=True)
         done = torch.cuda.Event()
         done.record()

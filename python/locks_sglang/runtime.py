@@ -12,7 +12,7 @@ from locks_kernels import StepTables, Summaries, attend, score_select, snapshot
 from locks_kernels.workspace import Workspace
 
 from . import memory
-from .audit import Audit, spread
+from .audit import AUDITED_ROWS, AUDITED_ROWS_ON_HOST, Audit, spread
 from .buffers import EAGER_ROWS, Geometry, StepBuffers, TapPlan
 from .config import LocksConfig
 from .dense_steps import DenseSteps
@@ -94,8 +94,9 @@ class SparseDecode:
         self._plan = TapPlan(audited, tuple(layers) if self._trace is not None else ())
         if audited:
             self._audit = Audit(
-                self.config.audit_interval, audited, self.summaries, self.geometry, self._observe
-            )
+                self.config.audit_interval, audited, self.summaries, self.geometry, self._observe,
+                AUDITED_ROWS_ON_HOST if self.config.kv_tier == "host" else AUDITED_ROWS,
+            )  # fmt: skip
 
     def _observe(self, index: int, mass: float) -> None:
         self.counters.observe_mass(self.summaries.layer_id(index), mass)

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 POOL_DTYPES = (torch.bfloat16, torch.float16, FP8, torch.float32)
 GPU_DTYPES = (torch.bfloat16, torch.float16, FP8)
-STAGED_BESIDE = 16384
-"""Tokens of other requests that a prefill on the GPU has room for beside the longest context."""
 
 
 def compute_cell_size(result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -91,7 +89,7 @@ def _host_pool_bytes(gpu_bytes: int, kvc: Any, config: LocksConfig) -> int:
 
 def _staged_tokens(model: Any) -> int:
     """Tokens of the longest prefill, with some for requests beside it."""
-    return model.context_len + STAGED_BESIDE
+    return model.context_len + capacity.STAGED_BESIDE
 
 
 def _step_bytes(kvc: Any, config: LocksConfig) -> int:

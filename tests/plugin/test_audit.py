@@ -13,7 +13,7 @@ import torch
 from fake_graph import FakeGraph
 from locks_kernels import Selection
 from locks_sglang import runtime, scheduler_hooks
-from locks_sglang.audit import AUDITED_ROWS, _Result, spread
+from locks_sglang.audit import AUDITED_ROWS, AUDITED_ROWS_ON_HOST, _Result, spread
 from locks_sglang.buffers import StepBuffers
 from locks_sglang.config import LocksConfig
 from rig import HEAD_DIM, PAGE, Rig
@@ -77,6 +77,20 @@ def test_every_row_gets_its_turn() -> None:
     for _ in range(3):
         rig.step(lengths, rig.queries(len(lengths)))
     assert len(found) == len(lengths)
+
+
+def test_keys_that_come_over_the_link_are_those_of_one_row() -> None:
+    config = LocksConfig(selector="locks", budget=64, audit_interval=1, audit_layers=1, kv_tier="host")
+    lengths = [300, 250, 211]
+    rig = Rig(config, lengths)
+    found = observed(rig)
+    for step in range(len(lengths)):
+        queries = rig.queries(len(lengths))
+        rig.step(lengths, queries)
+        assert len(found) == (step + 1) * AUDITED_ROWS_ON_HOST
+        layer, mass = found[-1]
+        expected = rig.retained(layer, step, lengths[step], queries[layer][step], rig.chosen(layer, step))
+        assert mass == pytest.approx(expected, abs=1e-5)  # every row in turn
 
 
 def test_dense_layers_are_not_audited() -> None:

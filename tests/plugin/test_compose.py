@@ -83,6 +83,17 @@ def test_flags_come_from_the_environment(prepare: Callable[..., Any], model: Pat
     assert (args.served_model_name, args.max_running_requests) == ("glm", 3)
 
 
+def test_the_host_tier_is_a_variable_away(prepare: Callable[..., Any], model: Path) -> None:
+    """With the flags that the example gives beside it."""
+    (example,) = re.findall(r"^# SGLANG_FLAGS=(.*)$", (DOCKER / "env.example").read_text(), re.M)
+    example = example.replace("--context-length 131072", "--context-length 2048")  # the test model's
+    args = prepare(*flags(model, SPARSE_DECODE_KV_TIER="host", SGLANG_FLAGS=example))
+    assert config_of(args) == LocksConfig(selector="locks", kv_tier="host", host_gib=400.0)
+    assert (args.max_running_requests, args.context_length) == (40, 2048)
+    build = interpolated({"MODEL": "/data/m", "SPARSE_DECODE_KV_TIER": "host"})["build"]
+    assert build["args"]["LOCKS_KV_TIER"] == "host"
+
+
 def test_dense_is_a_variable_away(prepare: Callable[..., Any], model: Path) -> None:
     assert not config_of(prepare(*flags(model, SPARSE_DECODE="off"))).enabled
 

@@ -1,4 +1,5 @@
-"""A plugin for SGLang that tests bring along: it keeps the queries and keys behind traced selections.
+"""A plugin for SGLang that tests bring along: it keeps the queries and keys behind traced selections, and
+makes the GPU of a host tier small.
 
 A trace says what was selected. With the very queries and keys of that step, a test can compute what
 should have been. Kept are rows of requests whose id begins with ``probe``, in the layers that audits look
@@ -11,10 +12,17 @@ from typing import Any
 
 FOLDER = "LOCKS_TEST_PROBE"
 """Environment variable: where to write."""
+GPU_MIB = "LOCKS_TEST_GPU_MIB"
+"""Environment variable: what a host tier finds free of its GPU, or of the memory that is one on a CPU."""
 
 
 def register() -> None:
     """Entry point; SGLang calls it in every process of a server."""
+    if GPU_MIB in os.environ:
+        from locks_sglang import scheduler_hooks
+
+        pool_bytes, free = scheduler_hooks._host_pool_bytes, int(os.environ[GPU_MIB]) << 20
+        scheduler_hooks._host_pool_bytes = lambda _, *rest: pool_bytes(free, *rest)  # type: ignore[assignment]
     folder = os.environ.get(FOLDER)
     if not folder:
         return

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..buffers import Geometry, TapPlan
 from ..config import LocksConfig
 from ..memory import step_bytes as buffer_bytes
-from ..summaries import bytes_per_token
+from ..summaries import bytes_per_page, bytes_per_token
+from ..tier.capacity import STAGED_BESIDE, TierShape
 from .machines import Machine
 from .model import PlanModel
 
-HOT_SETS = 4
-"""Least size of the hot-page cache, in what one step of the batch selects: the paper's smallest at a
-hot share of 90 % (Table 3: 36.3 GiB for 58 requests that select 160 MiB each)."""
 HOST_SHARE = 0.9
 """Share of the host's memory that KV may take; the rest is the system's and SGLang's."""
-_LOOKUP_BYTES = 4  # of a tile, in the table that says where it is
 _MOST = 1 << 16
 
 
@@ -24,8 +23,7 @@ _MOST = 1 << 16
 class Memory:
     """Bytes of one rank's GPU, and of the host for it.
 
-    ``hot`` is the hot-page cache of the host tier: what is left of the share of the GPU's memory that
-    SGLang may take for weights and caches.
+    ``hot`` is the hot-page cache of the host tier, as large as a server takes it unless it is told.
     """
 
     weights: int
@@ -49,16 +47,28 @@ def need(model: PlanModel, config: LocksConfig, tier: str, batch: int, context: 
     buffers = _buffers(model, config, batch, context)
     if tier == "resident":
         return Memory(model.weight_bytes, tokens * model.kv_bytes, records, buffers, 0, 0)
-    tiles = -(-context // config.page_size) * batch * model.layers * model.kv_heads
-    open_pages = batch * config.page_size * model.kv_bytes
-    hot = HOT_SETS * batch * min(config.budget, context) * model.kv_bytes
+    shape, pages = tier_shape(model, config, batch, context), -(-context // config.page_size) * batch
+    # As `tier.capacity.split` charges them: tables, open pages, staged prefill with a layer's records.
+    staged = shape.staged_pages * bytes_per_page(config, model.head_dim, model.kv_heads, 1)
+    beside = shape.gpu_bytes(pages, shape.most_hot) - shape.most_hot + staged
     return Memory(
-        model.weight_bytes,
-        open_pages,
-        records,
-        buffers + tiles * _LOOKUP_BYTES,
-        hot,
-        tokens * model.kv_bytes,
+        model.weight_bytes, 0, records, buffers + beside, shape.most_hot, pages * shape.page_bytes
+    )
+
+
+def tier_shape(model: PlanModel, config: LocksConfig, batch: int, context: int) -> TierShape:
+    """The host tier of a server for ``batch`` requests, with a graph of as many rows."""
+    return TierShape(
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        dtype=torch.bfloat16,
+        width=config.largest_budget // config.page_size,
+        usual_width=min(config.budget, context) // config.page_size,
+        step_rows=batch,
+        request_slots=batch + 1,
+        staged_tokens=context + STAGED_BESIDE,
     )
 
 
@@ -85,8 +95,6 @@ def largest_batch(
 
 def _buffers(model: PlanModel, config: LocksConfig, batch: int, context: int) -> int:
     """Tables and workspaces of a decode step, as SGLang is charged for them."""
-    import torch
-
     geometry = Geometry.of(
         tokens=context,
         page_size=config.page_size,

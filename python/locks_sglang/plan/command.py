@@ -14,14 +14,15 @@ from locks_kernels.layout import PAGE_SIZES
 
 from .. import __version__
 from ..config import DEFAULT_PAGE_SIZE, LocksConfig, LocksError
+from ..tier.capacity import STEPS_HELD
 from . import capacity, costs
 from .machines import MACHINES, Machine
 from .model import PlanModel, read
 from .step import TIERS, step_bytes, step_ms
 
 PREDICTED, PLANNED = "predicted", "planned"
-"""What a row is: from costs and rates measured on this kind of GPU, or with others or with code that is
-not there (the host tier)."""
+"""What a row is: from costs and rates measured on this kind of GPU, or with others or of the host tier,
+whose steps were not measured yet."""
 HOT_SHARE = 0.9
 _GIB = 2**30
 _WIDTH = 110
@@ -135,10 +136,6 @@ def _row(
     largest = capacity.largest_batch(model, config, machine, tier, context, share)
     batch = arguments.batch or largest
     memory = capacity.need(model, config, tier, batch, context)
-    if tier == "host" and 0 < batch <= largest:
-        # The cache gets what is left.
-        spare = int(share * machine.gpu_bytes) - memory.gpu
-        memory = replace(memory, hot=memory.hot + spare)
     moved = step_bytes(model, config, tier, batch, context, arguments.hot_share)
     itl = step_ms(model, machine, costs.load(), moved, tier, batch)
     return {
@@ -171,7 +168,7 @@ def _assumptions(machine: Machine, arguments: argparse.Namespace, rows: list[dic
         fixed,
         "every request has the full context; no prefix is shared; decode alone, no prefill between steps",
         f"host tier: not measured yet. It finds {arguments.hot_share:.0%} of the selected pages on the GPU "
-        f"(the paper's Table 3: 89 to 91 %) with a cache of at least {capacity.HOT_SETS} times what a step "
+        f"(the paper's Table 3: 89 to 91 %) with a cache of {STEPS_HELD} times what a step "
         "selects; lookup, eviction and copies cost nothing besides their bytes, and no copy overlaps; KV "
         f"takes at most {capacity.HOST_SHARE:.0%} of the host's memory",
     ]

@@ -1,4 +1,4 @@
-"""Parts of a host tier, which is not built: nothing in the server uses this folder yet.
+"""The host tier: a KV pool in host memory, with hot tiles, open pages and staged prefills on the GPU.
 
 ``topology`` says which NUMA nodes there are, ``limits`` whether there is room, ``numa`` puts memory on a
 node and looks where it lies, ``host_memory`` allocates and registers it.  Everything that is read from

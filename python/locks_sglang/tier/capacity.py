@@ -19,6 +19,8 @@ from .topology import ROOT, host_nodes, node_of_gpu, nodes
 STEPS_HELD = 4
 """Hot cache that is taken where none is asked for, in what a step of the largest graph reads.  More
 holds pages longer than their selection drifts away from them."""
+STAGED_BESIDE = 16384
+"""Tokens of other requests that a prefill on the GPU has room for beside the longest context."""
 ANY_LOCK = 1 << 62
 TRIED = 1 << 30
 """Largest limit of locked memory that is tried by registering more."""
