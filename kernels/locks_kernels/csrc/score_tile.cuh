@@ -414,8 +414,10 @@ __device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, i
         float total = sums[block][page];
         total += __shfl_xor_sync(kFullWarp, total, 1);
         total += __shfl_xor_sync(kFullWarp, total, 2);
-        if (page == 2 * c) logs.value[block][0] = log2_approx(total) + shift[block][page];
-        if (page == 2 * c + 1) logs.value[block][1] = log2_approx(total) + shift[block][page];
+        // A page that overflows to the end keeps a finite score, so that its row's shares are numbers.
+        const float log_sum = fminf(log2_approx(total), 128.0f) + shift[block][page];
+        if (page == 2 * c) logs.value[block][0] = log_sum;
+        if (page == 2 * c + 1) logs.value[block][1] = log_sum;
         if (total == INFINITY) {
           shift[block][page] += 100.0f;
           overflow = true;
