@@ -34,7 +34,7 @@ from locks_kernels import (
     score_select,
     summarize,
 )
-from locks_kernels.workspace import TILE_PAGES, Workspace
+from locks_kernels.workspace import Workspace
 
 OPS = ("score", "select", "path", "attend", "layer", "summarize", "dense")
 GEOMETRIES = {"glm4-9b-1m": (4, 8, 128), "glm4-9b": (2, 16, 128), "llama31-8b": (8, 4, 128)}
@@ -83,13 +83,10 @@ class Inputs:
             self.scale,
             self.workspace.scores,
             self.workspace.row_tiles,
-            partials=self.workspace.partials,
         )
 
     def select(self, _: int) -> None:
         out = self.workspace
-        tiles = out.scores.numel() // (self.case.q_heads * TILE_PAGES)
-        parts = cuda_score.partial_sums(self.queries, self.keys, self.pool.layer(0), tiles)
         cuda_select.select(
             out.scores,
             None,
@@ -102,8 +99,6 @@ class Inputs:
             out.pages[: self.case.batch],
             out.logical[: self.case.batch],
             out.counts[: self.case.batch],
-            out.partials,
-            parts,
         )
 
     def path(self, index: int) -> Selection:

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 
 from . import build
-from .attend_buffers import multiprocessors
 from .layout import Envelopes, Records, Summaries
-from .workspace import MOST_PARTS, SCORE_BLOCKS, TILE_PAGES
+from .workspace import TILE_PAGES
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 MAX_GROUP = 16
 MAX_ROWS = 1024
-SUMS = True
-"""Whether score sums the exponentials of its scores for select (a switch for benchmarks)."""
 LARGE_RECORD = 1600
 """Bytes above which the stages of four heads leave room for too few warps."""
 
@@ -78,17 +75,14 @@ def score_packed(
     row_tiles: torch.Tensor,
     settled: bool = False,
     open_pages: torch.Tensor | None = None,
-    partials: torch.Tensor | None = None,
-) -> int:
+) -> None:
     """Score the rows whose budget leaves pages out, packed row after row, for ``select``.
 
     ``scores`` is fp32 ``[q_heads * total_pages]``; ``row_tiles``, int32 ``[rows + 1]`` at least, gets
     where each row begins, in tiles of 8 pages.  ``settled`` and ``open_pages`` as in ``score_select``.
-    ``partials`` (see Workspace) gets sums over the scores where the records allow it.  Returns how
-    many a block leaves of a row and query head, which ``select`` needs to read them; 0: none.
     """
     tiles = scores.numel() // (queries.shape[1] * TILE_PAGES)
-    return _launch(
+    _launch(
         queries,
         keys,
         records,
@@ -102,7 +96,6 @@ def score_packed(
         tiles,
         settled,
         open_pages,
-        partials,
     )
 
 
@@ -120,17 +113,13 @@ def _launch(
     capacity: int,
     settled: bool = False,
     open_pages: torch.Tensor | None = None,
-    partials: torch.Tensor | None = None,
-) -> int:
+) -> None:
     check(queries, keys, records, page_table, seq_lens, budgets)
     rows, q_heads, _ = queries.shape
     kv_heads = keys.shape[2]
     if rows == 0:
-        return 0
+        return
     # Not before the check: what is not legal is not to be compiled.
-    parts = 0
-    if partials is not None:
-        parts = partial_sums(queries, keys, records, capacity, open_pages is not None)
     loaded = library(queries, keys, records, open_pages is not None)
     common = (
         page_table.data_ptr(),
@@ -160,12 +149,10 @@ def _launch(
         planes = [plane.data_ptr() for plane in records.planes]
         end = storage.data_ptr() + storage.nbytes()
         current = 0 if open_pages is None else open_pages.data_ptr()
-        sums = partials.data_ptr() if partials is not None and parts else 0
-        loaded.score(*vectors, *planes, end, *common, settled, current, sums, stream)
+        loaded.score(*vectors, *planes, end, *common, settled, current, stream)
     else:
         planes = [0, 0] if records is None else [plane.data_ptr() for plane in records.planes]
         loaded.page_scores(*vectors, *planes, *common, stream)
-    return parts
 
 
 def library(
@@ -191,22 +178,6 @@ def library(
         **({"OPEN_PAGES": 1} if open_pages else {}),
         **constants,
     )
-
-
-def partial_sums(
-    queries: torch.Tensor, keys: torch.Tensor, records: Records | None, tiles: int, open_pages: bool = False
-) -> int:
-    """Sums that a block of score leaves for select, of a row and query head; 0 where it leaves none."""
-    blocks = multiprocessors(queries.device)
-    if not SUMS or not isinstance(records, Summaries) or blocks > SCORE_BLOCKS or tiles * blocks >= 2**31:
-        return 0
-    parts = _parts(library(queries, keys, records, open_pages), keys.shape[2])
-    return parts if parts <= MOST_PARTS else 0
-
-
-@cache
-def _parts(loaded: Any, kv_heads: int) -> int:
-    return int(loaded.parts(kv_heads))
 
 
 def heads_together(records: Summaries) -> int:

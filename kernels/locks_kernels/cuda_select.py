@@ -22,15 +22,12 @@ def select(
     pages: torch.Tensor,
     logical: torch.Tensor,
     counts: torch.Tensor,
-    partials: torch.Tensor | None = None,
-    parts: int = 0,
 ) -> None:
     """Fill ``pages`` and ``logical [rows, kv_heads, width]`` and ``counts [rows]`` (int32).
 
     Scores are dense, ``[rows, q_heads, max_pages]`` with ``lse [rows, q_heads]``, or, with
-    ``row_tiles``, packed as ``cuda_score.score_packed`` leaves them, which also says how many
-    ``parts`` of log-sum-exps it left in ``partials``.  Without ``lse`` and parts they are computed
-    here.  See :func:`locks_kernels.select.select` for the rest.
+    ``row_tiles``, packed as ``cuda_score.score_packed`` leaves them; without ``lse`` it is
+    computed here.  See :func:`locks_kernels.select.select` for the rest.
     """
     rows, kv_heads, width = pages.shape
     check_tables(rows, page_table, seq_lens, budgets)
@@ -46,8 +43,6 @@ def select(
         *strides,
         0 if lse is None else lse.data_ptr(),
         0 if row_tiles is None else row_tiles.data_ptr(),
-        partials.data_ptr() if partials is not None and parts else 0,
-        parts,
         page_table.data_ptr(),
         page_table.stride(0),
         seq_lens.data_ptr(),

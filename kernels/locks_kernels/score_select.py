@@ -91,7 +91,7 @@ def _score_select_cuda(
             device=queries.device,
         )
     workspace.check(rows, q_heads, kv_heads, max_pages, width)
-    parts = cuda_score.score_packed(
+    cuda_score.score_packed(
         queries,
         keys,
         records,
@@ -103,7 +103,6 @@ def _score_select_cuda(
         workspace.row_tiles,
         settled,
         open_pages,
-        workspace.partials,
     )
     out = Selection(workspace.pages[:rows], workspace.logical[:rows], workspace.counts[:rows])
     cuda_select.select(
@@ -118,8 +117,6 @@ def _score_select_cuda(
         out.pages,
         out.logical,
         out.counts,
-        workspace.partials,
-        parts,
     )
     return out
 

@@ -11,12 +11,6 @@ from .attend_buffers import AttendBuffers
 TILE_PAGES = 8
 """Pages that one warp of the score kernel takes at a time; scores are padded to it."""
 
-SCORE_BLOCKS = 256
-"""More blocks than score has on any GPU: one a multiprocessor."""
-
-MOST_PARTS = 8
-"""Most sums that a block of score leaves of a row and query head."""
-
 
 @dataclass(frozen=True)
 class Workspace:
@@ -28,8 +22,6 @@ class Workspace:
     Attributes:
         scores: fp32 ``[q_heads * total_pages]``, page scores of the rows that are scored, packed.
         row_tiles: int32 ``[max_rows + 1]``, where a row's scores begin, in tiles of 8 pages.
-        partials: fp32 ``[SCORE_BLOCKS + max_rows, q_heads, MOST_PARTS, 2]``, log-sum-exps in parts,
-            from score to select.
         pages, logical: int32 ``[max_rows, kv_heads, width]``, the selection.
         counts: int32 ``[max_rows]``.
         attend: scratch of split attention.
@@ -44,7 +36,6 @@ class Workspace:
     head_dim: int
     scores: torch.Tensor
     row_tiles: torch.Tensor
-    partials: torch.Tensor
     pages: torch.Tensor
     logical: torch.Tensor
     counts: torch.Tensor
@@ -101,7 +92,6 @@ class Workspace:
             head_dim=head_dim,
             scores=buffer(q_heads * total, dtype=torch.float32),
             row_tiles=buffer(max_rows + 1),
-            partials=buffer(SCORE_BLOCKS + max_rows, q_heads, MOST_PARTS, 2, dtype=torch.float32),
             pages=buffer(max_rows, kv_heads, width),
             logical=buffer(max_rows, kv_heads, width),
             counts=buffer(max_rows),

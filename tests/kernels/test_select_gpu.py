@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_cases import cuda, make_pair
-from locks_kernels import ATTEND_ALL, PageScores, Selection, cuda_score, score_select, select
+from locks_kernels import ATTEND_ALL, PageScores, score_select, select
 from locks_kernels.workspace import Workspace
 
 pytestmark = [pytest.mark.gpu, cuda]
@@ -207,34 +207,6 @@ def test_fused_call_is_score_then_select(name):
         impl="torch",
     )
     same(got, want, 30)
-
-
-@pytest.mark.parametrize(
-    ("name", "kv_heads", "group"), [("r4i4", 4, 4), ("r8i4", 2, 4), ("r6h", 8, 4), ("r8i4", 2, 16)]
-)
-def test_sums_that_score_leaves_give_the_same_lists(name, kv_heads, group, monkeypatch):
-    """Several rows in blocks of score and several blocks a row, current pages full and just begun."""
-    lengths, budgets = [36_000, 300, 50_001, 70, 33_008, 700], [20, 9, 30, 4, 12, 30]
-    options = {"kv_heads": kv_heads, "group": group, "head_dim": 128}
-    _, _, workspace, _, call = build(name, lengths, budgets, 30, **options)
-    # A sum that is read though nothing was scored for it would make every share NaN.
-    workspace.partials.fill_(torch.nan)
-    got = call()
-    assert workspace.partials.isfinite().any()
-    got = Selection(got.pages.clone(), got.logical.clone(), got.counts.clone())
-    monkeypatch.setattr(cuda_score, "SUMS", False)
-    same(got, call(), 30)
-
-
-def test_sums_for_a_list_of_sixteen_blocks(monkeypatch):
-    """About 6 s, most of them for the cache."""
-    lengths, budgets = [300_000, 700, 40_000], [128, 20, 128]
-    _, _, workspace, _, call = build("r4i4", lengths, budgets, 128, group=8, head_dim=128)
-    workspace.partials.fill_(torch.nan)
-    got = call()
-    got = Selection(got.pages.clone(), got.logical.clone(), got.counts.clone())
-    monkeypatch.setattr(cuda_score, "SUMS", False)
-    same(got, call(), 128)
 
 
 def test_rows_that_do_not_fit_the_workspace_attend_everything():

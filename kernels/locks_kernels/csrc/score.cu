@@ -5,16 +5,15 @@
 // of stages in shared memory is kept full by a copying warp, which runs ahead as far as there
 // are free stages, so the memory system has work all the time and the scoring warps spend no
 // instruction on addresses.  Teams never wait for each other.  When they have issued
-// everything, the copying warps score the pages of the current tokens from their keys.  A scoring
-// warp also sums the exponentials of its scores, so that `select` need not.
+// everything, the copying warps score the pages of the current tokens from their keys.
 //
 // variant: HEAD_DIM=128 RANK=4
 // variant: HEAD_DIM=64 RANK=6 ROTATED=1 HEADS_TOGETHER=1 OPEN_PAGES=1
 // variant: HEAD_DIM=128 RANK=8 BLOCKS=2 HEADS_TOGETHER=2 QUERY_HALF=1 KEY_FP8=1
 
 #include "exact_page.cuh"
-#include "partial_sums.cuh"
 #include "record.cuh"
+#include "schedule.cuh"
 #include "score_tile.cuh"
 
 #ifndef BLOCKS
@@ -50,7 +49,6 @@ struct ScoreParams {
   // all rows end to end, a row's heads one after the other.
   int64_t score_row_stride, score_head_stride;
   int* row_tiles;  // written for `select`
-  LogSum* partials;  // sums over the pages that a team scores of a row, for `select`, or null: partial_slot
   int rows, kv_heads, group, capacity;
   float sm_scale;
   // The tables and records were complete before the kernel before this one began: only the queries
@@ -172,6 +170,14 @@ __device__ __forceinline__ float* score_address(const ScoreParams& params, const
   return params.scores + kTile * (first * q_heads + static_cast<int64_t>(tiles) * q_head);
 }
 
+// The tiles of this block, in equal shares for all blocks.
+struct Range {
+  int begin, end;
+  __device__ explicit Range(int total)
+      : begin(static_cast<int>(static_cast<int64_t>(total) * blockIdx.x / gridDim.x)),
+        end(static_cast<int>(static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x)) {}
+};
+
 __device__ __forceinline__ uint32_t full_barrier(uint32_t shared, int ring) { return shared + kBarriersAt + 16 * ring; }
 __device__ __forceinline__ uint32_t free_barrier(uint32_t shared, int ring) { return full_barrier(shared, ring) + 8; }
 
@@ -179,7 +185,7 @@ __device__ __forceinline__ uint32_t free_barrier(uint32_t shared, int ring) { re
 __device__ __forceinline__ void copy_units(const ScoreParams& params, const Rows& rows, char* shared, int copy_warp) {
   const uint32_t base = shared_address(shared);
   const int sets = params.kv_heads / kTogether;
-  const Range range(rows.first[params.rows], blockIdx.x, gridDim.x);
+  const Range range(rows.first[params.rows]);
   const uint64_t policy = read_once_policy();
   const int first_team = copy_warp * kTeamsPerCopyWarp;
 
@@ -212,37 +218,12 @@ __device__ __forceinline__ void copy_units(const ScoreParams& params, const Rows
   }
 }
 
-__device__ __forceinline__ void add_scores(LogSum& run, float first, float second) {
-  const float x = first * kLog2e, y = second * kLog2e, largest = fmaxf(run.largest, fmaxf(x, y));
-  run.sum = fmaf(run.sum, exp2_approx(run.largest - largest), exp2_approx(x - largest) + exp2_approx(y - largest));
-  run.largest = largest;
-}
-
-// Joins the lanes' sums of each query head and leaves them for `select`.
-__device__ __forceinline__ void store_sums(const ScoreParams& params, LogSum (&run)[kBlocks], int row, int head,
-                                           int part, int parts) {
-  const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      run[block] = join(run[block], LogSum{__shfl_xor_sync(kFullWarp, run[block].largest, step),
-                                           __shfl_xor_sync(kFullWarp, run[block].sum, step)});
-    }
-    const int member = block * 8 + n;
-    if (c == 0 && member < params.group) {
-      params.partials[partial_slot(blockIdx.x, row, params.kv_heads * params.group, head * params.group + member,
-                                   parts) + part] = run[block];
-    }
-  }
-}
-
 __device__ __forceinline__ void score_units(const ScoreParams& params, const Rows& rows, char* shared) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
   const int team = warp / kTogether, member = warp % kTogether;
   const int sets = params.kv_heads / kTogether;
   const int tile_step = kTeams / sets, set_step = kTeams % sets;
-  const Range range(rows.first[params.rows], blockIdx.x, gridDim.x);
+  const Range range(rows.first[params.rows]);
 
   int ring = team * kStages, parity = 0;
   int tile = range.begin + team / sets, set = team % sets, row = 0;
@@ -262,9 +243,6 @@ __device__ __forceinline__ void score_units(const ScoreParams& params, const Row
     load_query<kBlocks, QUERY_HALF != 0>(
         query, params.queries + row * params.query_row_stride + head * params.group * params.query_head_stride,
         params.query_head_stride, params.group, params.sm_scale * kLog2e);
-    LogSum run[kBlocks];
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) run[block] = LogSum{kNoScore, 0.0f};
     tile += count * tile_step;
     set += set_step;
     if (set >= sets) {
@@ -298,11 +276,9 @@ __device__ __forceinline__ void score_units(const ScoreParams& params, const Row
           }
         }
         target[block] += kTile * tile_step;
-        add_scores(run[block], left >= 1 ? scores[block][0] : -INFINITY, left >= 2 ? scores[block][1] : -INFINITY);
       }
       left -= kTile * tile_step;
     }
-    if (params.partials) store_sums(params, run, row, head, team / sets, tile_step);
   }
 }
 
@@ -371,7 +347,7 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
            int64_t scales, int64_t scales_end, int64_t page_table, int64_t table_stride, int64_t lengths,
            bool wide_lengths, int64_t budgets, int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
            int64_t row_tiles, int64_t rows, int64_t kv_heads, int64_t group, int64_t capacity, double sm_scale,
-           bool settled, [[maybe_unused]] int64_t open_pages, int64_t partials, int64_t stream) {
+           bool settled, [[maybe_unused]] int64_t open_pages, int64_t stream) {
   ScoreParams params;
   params.queries = address<const uint16_t>(queries);
   params.query_row_stride = query_row_stride;
@@ -394,7 +370,6 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
   params.score_row_stride = score_row_stride;
   params.score_head_stride = score_head_stride;
   params.row_tiles = address<int>(row_tiles);
-  params.partials = address<LogSum>(partials);
   params.rows = static_cast<int>(rows);
   params.kv_heads = static_cast<int>(kv_heads);
   params.group = static_cast<int>(group);
@@ -418,13 +393,6 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
   launch(score_kernel, dim3(multiprocessors(device)), kThreads, shared, stream, 1, params);
 }
 
-// Partial sums that a block leaves of a row and query head; 0 where its teams change their KV heads.
-int64_t parts(int64_t kv_heads) {
-  const int64_t sets = kv_heads / kTogether;
-  return kTeams % sets == 0 ? kTeams / sets : 0;
-}
-
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(score, score);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(parts, parts);
 
 }  // namespace locks

@@ -40,8 +40,6 @@ struct SelectParams {
   int64_t score_row_stride, score_head_stride;  // row stride 0: packed by row_tiles
   const float* lse;                             // [rows, q_heads], or null: computed here
   const int* row_tiles;
-  const LogSum* partials;  // what the blocks of `score` have summed up, `parts` a row and head, or null
-  int parts, score_blocks, rows;
   const int* page_table;
   int64_t table_stride;
   Lengths lengths;
@@ -103,48 +101,6 @@ __device__ __forceinline__ void sum_scores(Shared& shared, const Scores& scores,
   }
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) own.sum += __shfl_xor_sync(kFullWarp, own.sum, step);
-  if (lane == 0) shared.partial[part][head] = own;
-}
-
-// The same from what `score` has left of a row, so that every block of the team knows the sums over
-// all pages.  The current page is in none of these; `current` is its score for the first query head.
-__device__ __forceinline__ void sum_partials(const SelectParams& params, Shared& shared, int row, int kv_head,
-                                             const float* current, int64_t stride) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head = warp % kGroupPower, part = warp / kGroupPower;
-  if (head >= kGroup) return;
-  const RowBlocks blocks{static_cast<unsigned>(params.row_tiles[params.rows]),
-                         static_cast<unsigned>(params.score_blocks), params.row_tiles[row], params.row_tiles[row + 1]};
-  const int last_block = blocks.block_of(blocks.last - 1);
-  LogSum own{kNoScore, 0.0f};
-  if (part == 0 && lane == 0) own = LogSum{current[head * stride] * kLog2e, 1.0f};
-#pragma unroll 1
-  for (int block = blocks.block_of(blocks.first) + 32 * part + lane; block <= last_block; block += 32 * kParts) {
-    const LogSum* sums = params.partials + partial_slot(block, row, params.kv_heads * kGroup, kv_head * kGroup + head,
-                                                        params.parts);
-    constexpr int kAtOnce = 4;
-#pragma unroll 1
-    for (int begin = 0; begin < params.parts; begin += kAtOnce) {
-      LogSum found[kAtOnce];
-      float largest = own.largest;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        // A team that has no tile of the row has left nothing.
-        const bool there = begin + i < params.parts && blocks.has(block, begin + i, params.parts);
-        found[i] = there ? sums[begin + i] : LogSum{kNoScore, 0.0f};
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) largest = fmaxf(largest, found[i].largest);
-      own.sum *= exp2_approx(own.largest - largest);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) own.sum += found[i].sum * exp2_approx(found[i].largest - largest);
-      own.largest = largest;
-    }
-  }
-#pragma unroll 1
-  for (int step = 1; step < 32; step *= 2) {
-    own = join(own, LogSum{__shfl_xor_sync(kFullWarp, own.largest, step), __shfl_xor_sync(kFullWarp, own.sum, step)});
-  }
   if (lane == 0) shared.partial[part][head] = own;
 }
 
@@ -211,7 +167,7 @@ __device__ __forceinline__ void write_list(Shared& shared, const List& list, con
   }
 }
 
-__global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_constant__ SelectParams params) {
+__global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SelectParams params) {
   extern __shared__ __align__(16) char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   // Keys take the place of the first head's scores where these are staged: each is written by the
@@ -258,13 +214,6 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_
     shared.own_limits.lowest = shared.limits.lowest = ~0u;
     shared.own_limits.highest = shared.limits.highest = 0;
   }
-  // With the sums of `score` no barrier comes before the first joint histogram but this one.  A block
-  // that has all pages sums them as fast by itself, in less code.
-  const bool summed = params.partials != nullptr && team.size > 1;
-  if (summed) {
-    __syncwarp();
-    team.arrive();
-  }
   wait_for_previous_kernel();
 
   Scores scores{nullptr, params.score_head_stride};
@@ -275,7 +224,6 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_
     if (tiles == 0) {
       copies_wait();
       list_everything(params, list, present, row, head, team.size);
-      if (summed) team.wait();
       return;
     }
     scores.stride = static_cast<int64_t>(tiles) * kTile;
@@ -286,18 +234,13 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_
   }
   if (team.rank == 0 && head == 0 && threadIdx.x == 0) params.counts[row] = budget;
 
-  const float* current = scores.at - begin + present - 1;
-  const int64_t stride = scores.stride;
   if (staged) {
     stage(scores, room, count, packed);
     scores = Scores{room, count_pitch(count)};
-  }
-  if (summed) sum_partials(params, shared, row, head, current, stride);
-  if (staged) {
     copies_wait();
     __syncthreads();
   }
-  if (!summed) sum_scores(shared, scores, count);
+  sum_scores(shared, scores, count);
   if (params.lse != nullptr) {
     if (threadIdx.x < kGroup) {
       const int64_t q_head = (static_cast<int64_t>(row) * params.kv_heads + head) * kGroup + threadIdx.x;
@@ -305,8 +248,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(const __grid_
     }
     team.sync();
   } else {
-    join_team(shared, team, summed);
-    if (summed) team.wait();
+    join_team(shared, team);
   }
   make_keys(shared, scores, keys, begin, count, present - 1);
 
@@ -419,22 +361,17 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
   }
 }
 
-// `lse`, `partials` and `logical` may be 0, and one of the first two must be; `row_tiles` is read where
-// the row stride of the scores is 0.
+// `lse` and `logical` may be 0; `row_tiles` is read where the row stride of the scores is 0.
 void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride, int64_t lse, int64_t row_tiles,
-            int64_t partials, int64_t parts, int64_t page_table, int64_t table_stride, int64_t lengths,
-            bool wide_lengths, int64_t budgets, int64_t pages, int64_t logical, int64_t counts, int64_t rows,
-            int64_t kv_heads, int64_t page_size, int64_t width, int64_t max_pages, int64_t stream) {
-  if (partials && (lse || !row_tiles)) TVM_FFI_THROW(ValueError) << "sums of score come with packed scores and no lse";
+            int64_t page_table, int64_t table_stride, int64_t lengths, bool wide_lengths, int64_t budgets,
+            int64_t pages, int64_t logical, int64_t counts, int64_t rows, int64_t kv_heads, int64_t page_size,
+            int64_t width, int64_t max_pages, int64_t stream) {
   SelectParams params;
   params.scores = address<const float>(scores);
   params.score_row_stride = score_row_stride;
   params.score_head_stride = score_head_stride;
   params.lse = address<const float>(lse);
   params.row_tiles = address<const int>(row_tiles);
-  params.partials = address<const LogSum>(partials);
-  params.parts = static_cast<int>(parts);
-  params.rows = static_cast<int>(rows);
   params.page_table = address<const int>(page_table);
   params.table_stride = table_stride;
   params.lengths = Lengths{address<const void>(lengths), wide_lengths};
@@ -447,7 +384,6 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   params.width = static_cast<int>(width);
 
   const int device = current_device();
-  params.score_blocks = multiprocessors(device);
   prepare(device);
   const int lists = static_cast<int>(rows * kv_heads);
   const Shape shape = choose_shape(device, max_pages, lists);

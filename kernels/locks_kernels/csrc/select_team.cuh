@@ -3,7 +3,7 @@
 
 #include <cooperative_groups.h>
 
-#include "partial_sums.cuh"
+#include "schedule.cuh"
 
 #ifndef GROUP
 #define GROUP 8
@@ -26,6 +26,17 @@ constexpr int kBins = 2048;
 constexpr int kMostCandidates = 96;
 // Pages that are worth a block of their own.
 constexpr int kPagesPerBlock = 2048;
+
+struct LogSum {
+  float largest, sum;  // in log2 units: log2(sum) + largest
+};
+
+__device__ __forceinline__ LogSum join(LogSum a, LogSum b) {
+  float largest = fmaxf(a.largest, b.largest);
+  if (largest == -INFINITY) return LogSum{-INFINITY, 0.0f};
+  return LogSum{largest,
+                a.sum * exp2_approx(a.largest - largest) + b.sum * exp2_approx(b.largest - largest)};
+}
 
 struct Candidate {
   unsigned key;
@@ -75,9 +86,8 @@ struct Team {
   }
 };
 
-// LSE of each query head from the warps' parts in shared.partial: over the team's pages, or over this
-// block's parts only where each block has them all.
-__device__ __forceinline__ void join_team(Shared& shared, Team& team, bool complete) {
+// LSE of each query head over the team's pages, from the warps' parts in shared.partial.
+__device__ __forceinline__ void join_team(Shared& shared, Team& team) {
   // Thread (head, part or block): 16 neighbouring lanes hold what they join.
   const int head = threadIdx.x / 16, other = threadIdx.x % 16;
   const bool takes_part = head < kGroupPower;
@@ -93,7 +103,7 @@ __device__ __forceinline__ void join_team(Shared& shared, Team& team, bool compl
   __syncthreads();
   if (takes_part && other < kParts) total = shared.partial[other][head];
   join_16();
-  if (team.size > 1 && !complete) {
+  if (team.size > 1) {
     if (takes_part && other == 0) shared.block_sums[head] = total;
     team.sync();
     total = LogSum{-INFINITY, 0.0f};
