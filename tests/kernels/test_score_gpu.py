@@ -226,7 +226,7 @@ def prebuild() -> None:
     jobs += [((name, 128, 16, 8, bf16), 2) for name in ("r8i4", "r8h", "r16i4", "oracle", "quest")]
     jobs += [(("r6h", 128, 16, 8, bf16), heads) for heads in (2, 4)]
     jobs += [(("r8i4", 64, 16, 4, bf16), 2), (("oracle", 64, 16, 4, bf16), 2)]
-    jobs += [(("r6h", 128, 16, 4, bf16), 8), (("r8i4", 128, 16, 16, bf16), 2)]
+    jobs += [(("r8i4", 128, 16, 16, bf16), 2)]
     with ThreadPoolExecutor(16) as pool:
         selects = [pool.submit(build.load, "select", GROUP=group) for group in SELECT_GROUPS]
         done = [pool.submit(one, *job) for job in jobs] + selects

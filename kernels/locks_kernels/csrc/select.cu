@@ -175,7 +175,6 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   float* room = reinterpret_cast<float*>(raw + kSharedBytes);
   unsigned* keys = reinterpret_cast<unsigned*>(room);
   int* physical = reinterpret_cast<int*>(room + kGroup * params.staged_pages);
-  let_next_kernel_start();
 
   const int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
   Team team{cg::this_cluster(), static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
@@ -215,6 +214,8 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
     shared.own_limits.highest = shared.limits.highest = 0;
   }
   wait_for_previous_kernel();
+  // Not earlier: attend's blocks would take the multiprocessors that later blocks of this kernel need.
+  let_next_kernel_start();
 
   Scores scores{nullptr, params.score_head_stride};
   const bool packed = params.score_row_stride == 0;
