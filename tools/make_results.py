@@ -131,16 +131,19 @@ def audit_cost(machine: str) -> str:
 
 
 def audit_cells(row: dict[str, Any]) -> list[str]:
-    """Of one row; in brackets the least and the most."""
+    """Of one row; in brackets the least and the most, where there is more than one pair of processes."""
+    alone = row["processes"] == "1 off, 1 on"
 
     def spread(name: str, digits: int, scale: float = 1) -> str:
         mean, least, most = (f"{scale * row[name + end]:.{digits}f}" for end in ("", "_min", "_max"))
-        return f"{mean} ({least} to {most})"
+        return mean if alone else f"{mean} ({least} to {most})"
 
     return [
         f"{row['batch']} x {row['context']:,}",
         f"{row['step_ms']:.2f}",
-        f"{1000 * row['off_spread_ms']:.0f} off, {1000 * row['on_spread_ms']:.0f} on",
+        "one of each"
+        if alone
+        else f"{1000 * row['off_spread_ms']:.0f} off, {1000 * row['on_spread_ms']:.0f} on",
         spread("copies_ms", 0, 1000),
         spread("audit_ms", 3),
         f"{row['interval']:,}",
