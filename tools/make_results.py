@@ -271,6 +271,9 @@ def figures() -> None:
     plots.layer_time(needed("kernel_floor")["rows"], folder / "layer_time.svg")
     steps = plan_report.pairs(needed("decode_step")) + plan_report.host_pairs(newest("host_tier"))
     plots.plan(steps, folder / "plan.svg")
+    if tier := newest("host_tier"):
+        predict = partial(plan_report.predict, fixed=plan_report.costs.load())
+        plots.host_tier(first(tier["rows"], plan_report.MAIN), predict, folder / "host_tier.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
     for machine, name in THROUGHPUT_FIGURES.items():

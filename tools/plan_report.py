@@ -192,8 +192,8 @@ def pairs(result: dict[str, Any]) -> list[tuple[str, float, float]]:
 
 
 def host_pairs(result: dict[str, Any] | None) -> list[tuple[str, float, float]]:
-    """As `pairs`, of the steps of the largest batches: ``dense`` or ``host tier``."""
-    names = {"dense": "dense, largest batch", "host": "host tier, largest batch"}
+    """As `pairs`, of the host tier's steps and of dense ones at the largest batches."""
+    names = {"dense": "dense, largest batch", "host": "host tier"}
     rows = result["rows"] if result else []
     return [(names[tier_of(row)], row["itl_ms"], predict(row, costs.load())) for row in rows]
 
@@ -202,17 +202,28 @@ def of_case(row: dict[str, Any]) -> tuple[str, int]:
     return row["model"], row["context"]
 
 
+def largest(rows: Rows) -> Rows:
+    """Those of the largest batch of their context and tier; the others are of sizes of the hot cache."""
+    most = {(of_case(row), row["tier"]): 0 for row in rows}
+    for row in rows:
+        most[of_case(row), row["tier"]] = max(most[of_case(row), row["tier"]], row["batch"])
+    return [row for row in rows if row["batch"] == most[of_case(row), row["tier"]]]
+
+
+def fastest_dense(rows: Rows, row: dict[str, Any]) -> float | None:
+    """Tokens a second of the faster dense backend, at its own largest batch of the row's context."""
+    dense = [r["tokens_per_s"] for r in rows if r["budget"] is None and of_case(r) == of_case(row)]
+    return max(dense, default=None)
+
+
 def host_points(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]], str]) -> str:
     """Every measured point of the host tier, its gain over the faster dense batch, and its prediction."""
     if result is None:
         return "Not measured yet."
-    table, worst = [], 0.0
-    for row in sorted(result["rows"], key=lambda row: (*of_case(row), row["tier"], row["variant"])):
-        dense = [r for r in result["rows"] if r["budget"] is None and of_case(r) == of_case(row)]
-        most = max((r["tokens_per_s"] for r in dense), default=None)
-        planned = predict(row, costs.load())
-        worst = max(worst, abs(planned / row["itl_ms"] - 1))
-        host = row["tier"] == "host"
+    rows = sorted(result["rows"], key=lambda row: (*of_case(row), row["tier"], row["variant"]))
+    table = []
+    for row in largest(rows):
+        most, host = fastest_dense(rows, row), row["tier"] == "host"
         table.append(
             [
                 f"{row['batch']} x {row['context']:,}",
@@ -222,14 +233,49 @@ def host_points(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]]
                 f"{row['link_bytes_per_step'] / 1e9:.2f}" if host else "-",
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['tokens_per_s'] / most:.2f}x" if most else "-",
-                *_against(planned, row["itl_ms"]),
+                *_against(predict(row, costs.load()), row["itl_ms"]),
             ]
         )
     head = [
         "batch x context", "variant", "hot cache, GiB", "hot share", "GB a step over the link", "tokens/s",
         "of dense", "measured, ms", "predicted", "off by",
     ]  # fmt: skip
-    return f"Predictions are off by {worst:.1%} at worst.\n\n{pages.table(head, table)}\n\n{origin(result)}"
+    return f"{_worst(rows)}\n\n{pages.table(head, table)}{_hot_sizes(rows)}\n\n{origin(result)}"
+
+
+def _worst(rows: Rows) -> str:
+    """How far the plan is off, for both tiers."""
+    errors = {row["tier"]: 0.0 for row in rows}
+    for row in rows:
+        off = abs(predict(row, costs.load()) / row["itl_ms"] - 1)
+        errors[row["tier"]] = max(errors[row["tier"]], off)
+    names = {"host": "steps of the host tier", "resident": "dense steps"}
+    parts = [f"{error:.1%} at worst for {names[tier]}" for tier, error in sorted(errors.items())]
+    return f"Predictions are off by {' and by '.join(parts)}."
+
+
+def _hot_sizes(rows: Rows) -> str:
+    """The table of sizes of the hot cache, at one batch; empty where there are none."""
+    of_sizes = [row for row in rows if row not in largest(rows)]
+    table = [
+        [
+            f"{row['batch']} x {row['context']:,}",
+            f"{row['hot_gib']:.2f}",
+            f"{row['hot_share']:.1%}",
+            f"{row['link_bytes_per_step'] / 1e9:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            *_against(predict(row, costs.load()), row["itl_ms"]),
+        ]
+        for row in sorted(of_sizes, key=lambda row: (*of_case(row), row["hot_gib"]))
+    ]
+    head = [
+        "batch x context", "hot cache, GiB", "hot share", "GB a step over the link", "tokens/s",
+        "measured, ms", "predicted", "off by",
+    ]  # fmt: skip
+    steps = ", ".join(str(steps) for steps in sorted({row["steps"] for row in of_sizes}))
+    drift = ", ".join(str(drift) for drift in sorted({row["drift"] for row in of_sizes}))
+    title = f"The same with hot caches of other sizes, drift {drift}, {steps} steps:"
+    return f"\n\n{title}\n\n{pages.table(head, table)}" if table else ""
 
 
 def drift(result: dict[str, Any] | None, origin: Callable[[dict[str, Any]], str]) -> str:
@@ -302,7 +348,7 @@ def gh200_plans() -> str:
             ]
             first = f"{dense['batch']}, {dense['itl_ms']:.1f} ms, {dense['tokens_per_s']:,.0f}"
             rows.append([machine, f"{context:,}", first, *cells, f"{sparse[1]['host_gib']:.0f} GiB"])
-    head = ["machine", "context", "dense", "sparse, KV on the GPU", "host tier (planned)", "KV on the host"]
+    head = ["machine", "context", "dense", "sparse, KV on the GPU", "host tier", "KV on the host"]
     return pages.table(head, rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import fidelity_report
 import kernel_report
 import matplotlib
 import model_rows
+import plan_report
 import step_report
 
 matplotlib.use("svg")
@@ -95,6 +96,45 @@ def plan(pairs: list[tuple[str, float, float]], path: Path) -> None:
         axis.set_ticks(ticks, [str(tick) for tick in ticks])
         axis.set_ticks([], minor=True)
     save(figure, [axes], path)
+
+
+def host_tier(rows: Rows, predict: Callable[[dict[str, Any]], float], path: Path) -> None:
+    """Tokens a second of the largest batches, a bar a hot share; and all steps against the hot share.
+
+    Args:
+        rows: of ``host_tier``, of one model; dense rows and smaller batches may be among them.
+        predict: milliseconds that the plan gives a row, for the dashed lines.
+    """
+    figure, (bars, steps) = pyplot.subplots(1, 2, figsize=(10, 4))
+    largest = plan_report.largest(rows)
+    contexts = sorted({row["context"] for row in rows})
+    for place, context in enumerate(contexts):
+        of_context = [row for row in largest if row["context"] == context]
+        dense = max((r for r in of_context if r["budget"] is None), key=lambda r: r["tokens_per_s"])
+        host = sorted((r for r in of_context if r["tier"] == "host"), key=lambda r: r["hot_share"])
+        for number, row in enumerate([dense, *host]):
+            name = f"dense, {row['backend']}" if row is dense else f"host tier, drift {row['drift']}"
+            at = place + 0.2 * (number - len(host) / 2)
+            bars.bar(at, row["tokens_per_s"], 0.18, color=f"C{number}", label="" if place else name)
+            note = f"{row['batch']}" if row is dense else f"{row['hot_share']:.0%}"
+            gain = row["tokens_per_s"] / dense["tokens_per_s"]
+            note += "" if row is dense else f"\n{gain:.1f}x"
+            bars.annotate(note, (at, row["tokens_per_s"]), ha="center", va="bottom", fontsize="x-small")
+    labels = [f"{context // 1024}K" for context in contexts]
+    bars.xaxis.set_ticks(range(len(contexts)), labels)
+    bars.set(xlabel="context, tokens (on bars: dense requests; hot share, gain)", ylabel="tokens / s")
+    bars.margins(y=0.12)
+    cases = dict.fromkeys((r["context"], r["batch"]) for r in rows if r["tier"] == "host")
+    for number, (context, batch) in enumerate(sorted(cases)):
+        case = [r for r in rows if (r["tier"], r["context"], r["batch"]) == ("host", context, batch)]
+        case.sort(key=lambda row: row["hot_share"])
+        shares = [100 * row["hot_share"] for row in case]
+        label = f"{batch} x {context // 1024}K"
+        steps.plot(shares, [row["itl_ms"] for row in case], "o", color=f"C{number}", label=label)
+        steps.plot(shares, [predict(row) for row in case], "--", color=f"C{number}")
+    steps.set(xlabel="hot share, per cent (dashed: planned)", ylabel="step, ms", ylim=(0, None))
+    steps.legend(frameon=False, fontsize="small")
+    save(figure, [bars, steps], path)
 
 
 def throughput(rows: Rows, path: Path) -> None:

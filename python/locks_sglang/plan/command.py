@@ -21,8 +21,7 @@ from .model import PlanModel, read
 from .step import TIERS, step_bytes, step_ms
 
 PREDICTED, PLANNED = "predicted", "planned"
-"""What a row is: from costs and rates measured on this kind of GPU, or with others or of the host tier,
-whose steps were not measured yet."""
+"""What a row is: from costs and rates measured on this kind of GPU, or with some that others published."""
 HOT_SHARE = 0.9
 _GIB = 2**30
 _WIDTH = 110
@@ -33,7 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m locks_sglang plan",
         description="What a GPU can serve of a model, and how fast: dense, sparse with the KV cache on the "
-        "GPU, and sparse with it in host memory (the host tier: planned, not measured yet).",
+        "GPU, and sparse with it in host memory (the host tier). Predicted where rates were measured on "
+        "this kind of GPU, else planned.",
     )
     parser.add_argument(
         "--model", type=Path, required=True, metavar="PATH", help="config.json or the folder that holds it"
@@ -140,7 +140,7 @@ def _row(
     itl = step_ms(model, machine, costs.load(), moved, tier, batch)
     return {
         "tier": tier,
-        "source": PREDICTED if machine.measured and tier != "host" else PLANNED,
+        "source": PREDICTED if machine.measured else PLANNED,
         "format": None if tier == "dense" else config.summary,
         "budget": None if tier == "dense" else config.budget,
         "context": context,
@@ -167,11 +167,14 @@ def _assumptions(machine: Machine, arguments: argparse.Namespace, rows: list[dic
         *machine.assumptions,
         fixed,
         "every request has the full context; no prefix is shared; decode alone, no prefill between steps",
-        f"host tier: not measured yet. It finds {arguments.hot_share:.0%} of the selected pages on the GPU "
+        f"host tier: it finds {arguments.hot_share:.0%} of the selected pages on the GPU "
         f"(the paper's Table 3: 89 to 91 %) with a cache of {STEPS_HELD} times what a step "
         "selects; lookup, eviction and copies cost nothing besides their bytes, and no copy overlaps; KV "
-        f"takes at most {capacity.HOST_SHARE:.0%} of the host's memory",
+        f"takes at most {capacity.HOST_SHARE:.0%} of the host's memory. docs/plan.md has it against "
+        "measured steps of an NVIDIA H200 over PCIe",
     ]
+    if not machine.measured:
+        lines.append("nothing was measured on this machine: the host tier never ran on Grace or over C2C")
     if any(row["batch"] > costs.load().largest_batch for row in rows):
         lines.append(
             f"fixed costs of more than {costs.load().largest_batch} requests at a time: extrapolated"
