@@ -79,8 +79,8 @@ def test_first_tokens_from_host_memory_beside_resident_ones(results: list[dict],
     assert "Command: `python x`" in page
 
 
-def test_without_random_prompts_there_is_no_figure(results: list[dict], tmp_path: Path) -> None:
-    write(tmp_path, [{**row, "workload": "multi-turn"} for row in results])
+def test_with_nothing_dense_there_is_no_figure(results: list[dict], tmp_path: Path) -> None:
+    write(tmp_path, [row for row in results if row["budget"]])
     assert "figures/" not in make_results.throughput("cpu")
 
 
@@ -120,6 +120,8 @@ def test_figure_is_drawn(results: list[dict], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs pip install '.[bench]'")
     import plots
 
-    plots.throughput(results, tmp_path / "figure.svg")
+    alone = {**results[-1], "variant": "host:r6h", "context": 9999}
+    plots.throughput([*results, alone], tmp_path / "figure.svg")
     drawn = (tmp_path / "figure.svg").read_text()
-    assert "</svg>" in drawn and "locks" in drawn and "2,048" in drawn
+    assert "</svg>" in drawn and "locks" in drawn and "random, 2 x 2,048 + 32" in drawn
+    assert "host:r6h" not in drawn and "9,999" not in drawn  # nothing dense to compare with

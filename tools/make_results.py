@@ -175,9 +175,9 @@ def throughput(machine: str) -> str:
         tables += [step_report.title(model)] if len(models) > 1 else []
         tables.append(throughput_table(of_model))
     figure = ""
-    if any(row["workload"] == "random" for row in first(result["rows"], step_report.MAIN)):
+    if any(row["budget"] is None for row in first(result["rows"], step_report.MAIN)):
         name = THROUGHPUT_FIGURES[machine]
-        figure = f"\n\n![tokens/s and time between tokens against clients](figures/{name})"
+        figure = f"\n\n![time between tokens and tokens/s of every case](figures/{name})"
     return "\n\n".join([*tables, origin(result)]) + figure
 
 

@@ -138,19 +138,38 @@ def host_tier(rows: Rows, predict: Callable[[dict[str, Any]], float], path: Path
 
 
 def throughput(rows: Rows, path: Path) -> None:
-    """Output tokens a second and time between tokens against clients, on one GPU; a column a context."""
-    rows = [row for row in rows if row["workload"] == "random" and row["tp"] == 1]
-    contexts = sorted({row["context"] for row in rows})
-    figure, grid = pyplot.subplots(2, len(contexts), figsize=(1.5 + 3.5 * len(contexts), 6), squeeze=False)
-    for column, context in enumerate(contexts):
-        chosen = [row for row in rows if row["context"] == context]
-        for line, (value, label) in enumerate(
-            [("tokens_per_s", "output tokens / s"), ("itl_ms", "between tokens (median), ms")]
-        ):
-            axes = grid[line][column]
-            lines(axes, chosen, "variant", "concurrency", value)
-            axes.set(xlabel=f"clients, {context:,} tokens of context each", ylabel=label, ylim=(0, None))
-    save(figure, grid.flat, path)
+    """Time between tokens and output tokens a second of the cases that ran dense and sparse, on one GPU."""
+    cases: dict[tuple[Any, ...], Rows] = {}
+    for row in sorted(rows, key=lambda row: (row["context"], row["workload"], row["concurrency"])):
+        if row["tp"] == 1:
+            case = tuple(row[name] for name in ("workload", "concurrency", "context", "output"))
+            cases.setdefault(case, []).append(row)
+    cases = {
+        case: same for case, same in cases.items() if len({row["budget"] is None for row in same}) == 2
+    }
+    # Dense first, so that the sparse bar is the last of its group whatever ran first.
+    shown = [row for same in cases.values() for row in same]
+    variants = dict.fromkeys(row["variant"] for row in sorted(shown, key=lambda row: row["budget"] or 0))
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 1.2 + 0.75 * len(cases)), sharey=True)
+    height = 0.8 / len(variants)
+    for axes, value, label in (
+        (panels[0], "itl_ms", "between tokens (median), ms"),
+        (panels[1], "tokens_per_s", "output tokens / s, prefill included"),
+    ):
+        for number, variant in enumerate(variants):
+            found = [(at, row) for at, same in enumerate(cases.values()) for row in same]
+            bars = [(at, row[value]) for at, row in found if row["variant"] == variant]
+            places = [at + (number - (len(variants) - 1) / 2) * height for at, _ in bars]
+            drawn = axes.barh(places, [size for _, size in bars], 0.9 * height, label=variant)
+            axes.bar_label(drawn, fmt="%.3g", fontsize="x-small", padding=2)
+        axes.set(xlabel=label)
+        axes.margins(x=0.1)
+    panels[0].set_yticks(
+        range(len(cases)),
+        [f"{workload}, {clients} x {context:,} + {output}" for workload, clients, context, output in cases],
+    )
+    panels[0].invert_yaxis()
+    save(figure, panels, path)
 
 
 def fidelity(rows: Rows, path: Path) -> None:
