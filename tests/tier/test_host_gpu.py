@@ -53,6 +53,32 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     assert not held
 
 
+@pytest.fixture
+def sglang_pools() -> Any:
+    """SGLang's module of KV pools, with all imported that a pool and a store import.
+
+    SGLang keeps the errors of imports that failed, and these the frames of all that were importing, with
+    their variables, until the process ends: a test that is the first to import never lets go of its pool.
+    """
+    from sglang.srt.mem_cache import memory_pool
+
+    made = sglang_pool(memory_pool, pages=2)
+    token = torch.zeros(1, HEADS, DIM, dtype=torch.bfloat16, device=GPU)
+    store(memory_pool, made, torch.tensor([PAGE], device=GPU), token, token)
+    return memory_pool
+
+
+def sglang_pool(pools: Any, pages: int) -> Any:
+    return pools.MHATokenToKVPool(
+        (pages - 1) * PAGE, PAGE, torch.bfloat16, head_num=HEADS, head_dim=DIM, layer_num=2,
+        device=GPU.type, enable_memory_saver=False,
+    )  # fmt: skip
+
+
+def store(pools: Any, made: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    made.set_kv_buffer(SimpleNamespace(layer_id=1), pools.KVWriteLoc(slots, None), k, v)
+
+
 def host_pool() -> Any:
     made = SimpleNamespace(layer_num=LAYERS, store_dtype=torch.bfloat16, device="cuda")
     made.memory = pool.hold(made, [(PAGES * PAGE, HEADS, DIM)] * 2)
@@ -84,23 +110,17 @@ def test_memory_that_nothing_uses_can_be_had_again(registered: set[int]) -> None
         assert not registered
 
 
-def test_sglang_stores_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_stores_into_it(sglang_pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its own pool class and its own store kernel."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
-
-    original = MHATokenToKVPool._create_buffers_normal
+    changed, name = sglang_pools.MHATokenToKVPool, "_create_buffers_normal"
+    original = getattr(changed, name)
     monkeypatch.setattr(pool, "inherited_config", lambda: LocksConfig(selector="locks", kv_tier="host"))
-    monkeypatch.setattr(
-        MHATokenToKVPool, "_create_buffers_normal", lambda self: pool.create_buffers(original, self)
-    )
-    made = MHATokenToKVPool(
-        (PAGES - 1) * PAGE, PAGE, torch.bfloat16, head_num=HEADS, head_dim=DIM, layer_num=2, device="cuda",
-        enable_memory_saver=False,
-    )  # fmt: skip
+    monkeypatch.setattr(changed, name, lambda self: pool.create_buffers(original, self))
+    made = sglang_pool(sglang_pools, PAGES)
     assert made.k_buffer[1].data_ptr() - made.k_buffer[0].data_ptr() == 2 * made.k_buffer[0].nbytes
     slots = torch.randperm(PAGES * PAGE, device=GPU)[:700]
     k, v = (torch.randn(700, HEADS, DIM, device=GPU).bfloat16() for _ in range(2))
-    made.set_kv_buffer(SimpleNamespace(layer_id=1), KVWriteLoc(slots, None), k, v)
+    store(sglang_pools, made, slots, k, v)
     assert torch.equal(made.get_key_buffer(1)[slots], k) and torch.equal(made.get_value_buffer(1)[slots], v)
     assert not bool(made.k_buffer[0].any())
 
