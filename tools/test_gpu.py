@@ -10,6 +10,7 @@ GPUs, the kernels and the host tier have the second, and the tests of tensor par
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shlex
 import signal
@@ -170,7 +171,8 @@ def read(part: str, status: int, junit: Path) -> list[Row]:
     measured: list[Row] = []
     suites = ElementTree.parse(junit).getroot()
     for case in suites.iter("testcase"):
-        name = case.get("classname", "").replace(".", "/")
+        # A file that was skipped as a whole has its name where a test has its own.
+        name = (case.get("classname") or case.get("name", "")).replace(".", "/")
         row = files.setdefault(name, {"file": name, "passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
         row["seconds"] = round(row["seconds"] + float(case.get("time", 0)), 1)
         outcome = outcome_of(case)
@@ -195,10 +197,14 @@ def outcome_of(case: ElementTree.Element) -> str:
 
 
 def reason_of(case: ElementTree.Element) -> str:
-    """Why a test was skipped, in its own words; of a file that was skipped as a whole, which one it was."""
+    """Why a test, or a file as a whole, was skipped, in its own words."""
     skipped = case.find("skipped")
     assert skipped is not None
-    return skipped.get("message", "") if case.get("classname") else f"{case.get('name')}: {skipped.text}"
+    if case.get("classname"):
+        return skipped.get("message", "")
+    # There pytest says where and why as Python writes a tuple: (file, line, "Skipped: why").
+    file, line, why = ast.literal_eval(skipped.text or "")
+    return f"{why.removeprefix('Skipped: ')} ({Path(file).name}:{line})"
 
 
 def not_run(rows: list[Row], left_out: list[str]) -> list[str]:
@@ -206,7 +212,8 @@ def not_run(rows: list[Row], left_out: list[str]) -> list[str]:
     lines = [f"NOT RUN: {' '.join(PARTS[part])}: needs two NVIDIA GPUs" for part in left_out]
     for row in rows:
         if "file" in row and row.get("skipped"):
-            lines.append(f"NOT RUN: {row['skipped']} of {row['file']}: {'; '.join(row['reasons'])}")
+            some = row["skipped"] if row["passed"] + row["failed"] else "all"
+            lines.append(f"NOT RUN: {some} of {row['file']}: {'; '.join(row['reasons'])}")
     return lines
 
 
