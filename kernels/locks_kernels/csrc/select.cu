@@ -283,10 +283,6 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
 }
 
 constexpr int kMostShared = 227 * 1024;
-#ifndef ALONE  // 0: blocks may share a multiprocessor where there are enough for one each
-#define ALONE 1
-#endif
-constexpr bool kAlone = ALONE != 0;
 constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multiprocessor
 
 // How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
@@ -346,7 +342,7 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
   int cluster = 1;
   while (cluster < kMaxCluster && cluster * kPagesPerBlock < max_pages) cluster *= 2;
   for (;; cluster /= 2) {
-    for (const bool alone : {kAlone, false}) {
+    for (const bool alone : {true, false}) {
       const Shape shape(max_pages, cluster, alone);
       if (shape.bytes > kMostShared) {
         TVM_FFI_THROW(ValueError) << max_pages << " pages a request are more than select holds ("
