@@ -252,7 +252,6 @@ class File:
 
     def __init__(self, arguments: argparse.Namespace, rate: float):
         self.arguments, self.rate = arguments, rate
-        self.benchmark = results_file.named("kernel_floor", arguments.name)
         self.earlier = json.loads(arguments.append.read_text()) if arguments.append else None
         self.rows: list[dict] = []
 
@@ -261,7 +260,7 @@ class File:
         if self.arguments.out is None:
             return None
         return results_file.write(
-            self.benchmark,
+            self.arguments.benchmark,
             results_file.merged(self.earlier, self.rows, KEY),
             machine_name=self.arguments.machine,
             out=self.arguments.out,
@@ -289,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--append", type=Path, help="results file whose other rows are kept")
     arguments = parser.parse_args(argv)
     try:
-        results_file.named("kernel_floor", arguments.name)
+        arguments.benchmark = results_file.named("kernel_floor", arguments.name)
     except ValueError as error:
         parser.error(str(error))
     if not torch.cuda.is_available():

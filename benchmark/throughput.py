@@ -303,11 +303,9 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | None) -> Path:
     """Write the rows, after those of ``--append`` that were not measured again."""
     earlier = json.loads(arguments.append.read_text()) if arguments.append else None
-    kept = earlier["rows"] if earlier else []
-    new = {tuple(row[name] for name in KEY) for row in rows}
     return results_file.write(
         "throughput",
-        [*(row for row in kept if tuple(row[name] for name in KEY) not in new), *rows],
+        results_file.merged(earlier, rows, KEY),
         machine_name=arguments.machine_name,
         out=arguments.out,
         made_from=arguments.commit,

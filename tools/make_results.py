@@ -221,7 +221,7 @@ def served_by(row: dict[str, Any]) -> str:
     """Variant of a row of servers, with what else tells it apart."""
     parts = [row["variant"].replace(":", " ")]
     parts += [f"TP {row['tp']}"] if row["tp"] > 1 else []
-    parts += ["D"] if row.get("dense_rows_share", 0) > 0.5 else []
+    parts += ["D"] if step_report.ran_dense(row) else []
     return " ".join(parts)
 
 

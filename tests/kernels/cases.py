@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from locks_kernels import EnvelopeLayout, Envelopes, Records, Summaries, SummaryLayout, page_view, summarize
+from locks_kernels import (
+    EnvelopeLayout,
+    Envelopes,
+    Records,
+    Selection,
+    Summaries,
+    SummaryLayout,
+    attend,
+    page_view,
+    summarize,
+)
 
 
 @dataclass
@@ -54,6 +64,14 @@ class Cache:
         slots = torch.arange(self.keys.shape[0]) * page_size + page_size - 1
         summarize([self.keys], slots, pool)
         return pool.layer(0)
+
+    def attend(
+        self, selection: Selection, v_scale: float = 1.0, impl: str = "auto"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of every request over its selected pages."""
+        pools = self.queries, self.keys, self.values
+        rows = self.page_table, self.seq_lens
+        return attend(*pools, selection, *rows, self.sm_scale, v_scale, impl=impl)
 
 
 def empty_records(name: str, keys: torch.Tensor, layers: int = 1) -> Records:

@@ -27,21 +27,8 @@ def chosen(cache, budgets, width, name="oracle"):
     )
 
 
-def run(cache, selection, v_scale=1.0):
-    return attend(
-        cache.queries,
-        cache.keys,
-        cache.values,
-        selection,
-        cache.page_table,
-        cache.seq_lens,
-        cache.sm_scale,
-        v_scale,
-    )
-
-
 def check(cache, selection, tolerance=2e-5, v_scale=1.0):
-    output, lse = run(cache, selection, v_scale)
+    output, lse = cache.attend(selection, v_scale)
     assert output.shape == cache.queries.shape and output.dtype == cache.queries.dtype
     assert lse.shape == cache.queries.shape[:2] and lse.dtype == torch.float32
     page = cache.page_size
@@ -106,8 +93,8 @@ def test_a_budget_that_covers_is_dense(name):
     """Not merely close: the same numbers as attending everything."""
     cache = make_cache(ODD_LENGTHS)
     rows = len(ODD_LENGTHS)
-    covered, covered_lse = run(cache, chosen(cache, [7] * rows, 7, name))
-    dense, dense_lse = run(cache, chosen(cache, [ATTEND_ALL] * rows, 2, name))
+    covered, covered_lse = cache.attend(chosen(cache, [7] * rows, 7, name))
+    dense, dense_lse = cache.attend(chosen(cache, [ATTEND_ALL] * rows, 2, name))
     assert torch.equal(covered, dense) and torch.equal(covered_lse, dense_lse)
 
 
@@ -116,7 +103,7 @@ def test_mixed_rows():
     cache = make_cache([300, 300, 20, 300])
     selection = chosen(cache, [4, ATTEND_ALL, 4, 3], width=4)
     check(cache, selection)
-    output, _ = run(cache, selection)
+    output, _ = cache.attend(selection)
     for row in range(4):
         pick = slice(row, row + 1)
         part = Selection(selection.pages[pick], selection.logical[pick], selection.counts[pick])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import empty_records, make_cache
-from locks_kernels import attend, score, select, summarize
+from locks_kernels import score, select, summarize
 from locks_kernels.reference import reconstruct
 
 FORMATS = ["r8i4", "r4i4", "r2i4", "r8h", "r6h", "r4h", "r8i8", "r8bf16", "r16i4", "r16h", "quest"]
@@ -145,15 +145,7 @@ def test_a_broken_request_leaves_the_batch_alone(spoil):
                 and (logical[:, 0] == 0).all()
                 and (logical[:, -1] == 11).all()
             )
-            output, lse = attend(
-                cache.queries,
-                cache.keys,
-                cache.values,
-                selection,
-                cache.page_table,
-                cache.seq_lens,
-                cache.sm_scale,
-            )
+            output, lse = cache.attend(selection)
             outputs.append((output[[0, 2]], lse[[0, 2]]))
     for clean, dirty in zip(outputs[:3], outputs[3:], strict=True):
         assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])

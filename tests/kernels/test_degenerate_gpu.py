@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import empty_records, make_cache
 from gpu_cases import cuda, records_to_gpu, to_gpu
-from locks_kernels import attend, score, score_select, select, summarize
+from locks_kernels import score, score_select, select, summarize
 from test_degenerate import BAD, CASES, inf_key, nan_key
 
 pytestmark = [pytest.mark.gpu, cuda]
@@ -79,16 +79,7 @@ def test_a_broken_request_leaves_the_batch_alone(name, spoil):
         logical = selection.logical[1, :, :4]
         assert (logical.diff(dim=-1) > 0).all()
         assert (logical[:, 0] == 0).all() and (logical[:, -1] == 11).all()
-        output, lse = attend(
-            cache.queries,
-            cache.keys,
-            cache.values,
-            selection,
-            cache.page_table,
-            cache.seq_lens,
-            cache.sm_scale,
-            impl="cuda",
-        )
+        output, lse = cache.attend(selection, impl="cuda")
         others = [0, 2]
         results.append((selection.logical[others, :, :4], output[others], lse[others]))
     for clean, dirty in zip(*results, strict=True):

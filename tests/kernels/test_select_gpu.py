@@ -42,11 +42,23 @@ def check(lengths, budgets, width, kv_heads=2, group=3, page=PAGE, **options):
     budgets = torch.tensor(budgets, dtype=torch.int32, device="cuda")
     max_pages = int((lengths.max() + page - 1) // page)
     scores = make_scores(len(lengths), kv_heads, group, max_pages, lengths, page=page, **options)
-    table = make_table(len(lengths), max_pages)
+    compare(scores, lengths, budgets, width, kv_heads, page)
+
+
+def compare(scores, lengths, budgets, width, kv_heads, page=PAGE):
+    """CUDA's selection from these scores against the torch implementation's."""
+    table = make_table(len(lengths), scores.scores.shape[-1])
     arguments = {"kv_heads": kv_heads, "page_size": page, "width": width}
     want = select(scores, table, lengths, budgets, **arguments, impl="torch")
     got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
     same(got, want, width)
+
+
+def compare_one_row(values):
+    """``values [1, 2 * group, pages]``: scores of a request of 2 KV heads with a budget of 130 pages."""
+    lengths = torch.tensor([values.shape[-1] * PAGE - 3], device="cuda")
+    budgets = torch.tensor([130], dtype=torch.int32, device="cuda")
+    compare(PageScores(values, values.logsumexp(-1)), lengths, budgets, 130, kv_heads=2)
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 6, 8, 11, 13, 16])
@@ -116,15 +128,7 @@ def test_many_shares_within_one_bin(pages, group):
     generator = torch.Generator(device="cuda").manual_seed(pages)
     order = torch.randperm(pages, generator=generator, device="cuda")
     # Further apart than rounding, so that there is one right order.
-    values = (5e-6 * order).expand(1, 2 * group, pages).contiguous()
-    scores = PageScores(values, values.logsumexp(-1))
-    lengths = torch.tensor([pages * PAGE - 3], device="cuda")
-    budgets = torch.tensor([130], dtype=torch.int32, device="cuda")
-    arguments = {"kv_heads": 2, "page_size": PAGE, "width": 130}
-    table = make_table(1, pages)
-    want = select(scores, table, lengths, budgets, **arguments, impl="torch")
-    got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
-    same(got, want, 130)
+    compare_one_row((5e-6 * order).expand(1, 2 * group, pages).contiguous())
 
 
 @pytest.mark.parametrize("apart", [0.0, 2e-5, 0.4])
@@ -134,14 +138,7 @@ def test_equal_shares_but_a_few(pages, group, apart):
     values = torch.zeros(1, 2 * group, pages, device="cuda")
     values[..., [5, 300, 301]] = apart
     values[..., [17, 400]] = -apart
-    scores = PageScores(values, values.logsumexp(-1))
-    lengths = torch.tensor([pages * PAGE - 3], device="cuda")
-    budgets = torch.tensor([130], dtype=torch.int32, device="cuda")
-    arguments = {"kv_heads": 2, "page_size": PAGE, "width": 130}
-    table = make_table(1, pages)
-    want = select(scores, table, lengths, budgets, **arguments, impl="torch")
-    got = select(scores, table, lengths, budgets, **arguments, impl="cuda")
-    same(got, want, 130)
+    compare_one_row(values)
 
 
 def test_shares_of_very_different_size():
