@@ -12,9 +12,9 @@ def ballast(gib: float | None) -> torch.Tensor:
     return torch.empty(taken, dtype=torch.uint8, device="cuda" if taken else "cpu")
 
 
-def in_use_gib(held: torch.Tensor) -> float | None:
-    """Memory that all processes use of the GPU, without the ballast that is held; None without a GPU."""
+def in_use_gib(held: torch.Tensor | None = None) -> float | None:
+    """Memory that all processes use of the GPU, without ballast that is held; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
-    return round((total - free - held.nbytes) / 2**30, 2)
+    return round((total - free - (0 if held is None else held.nbytes)) / 2**30, 2)
