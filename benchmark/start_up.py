@@ -6,7 +6,7 @@ Every variant is one server on an empty GPU, at SGLang's default share of memory
 and with all the CUDA graphs that it captures by default. Once it is healthy it says what weights, KV cache,
 summaries and graphs take and how many tokens fit, and answers one long and several short requests, so that
 whatever is allocated late is there, too. A server that does not start, or cannot answer, is an error with
-the end of its log. With dummy weights: ``--load-format dummy``, and a folder with a ``config.json`` is enough.
+the end of its log. With ``--load-format dummy`` a folder with a ``config.json`` is model enough.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = (arguments.variants or f"dense:{backend},locks").split(",")
     logs = (arguments.out or Path(tempfile.mkdtemp(prefix="start-up-"))) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    others = in_use_gib()
     rows: list[Row] = []
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}", flush=True)
-        rows.append(started(Variant.parse(name, backend), arguments, flags, logs))
+        row = started(Variant.parse(name, backend), arguments, flags, logs)
+        if row["in_use_gib"] is not None and others is not None:
+            row["in_use_gib"] = round(row["in_use_gib"] - others, 2)
+        rows.append(row)
         print("  " + ", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     path = results_file.write(
         "start_up",
@@ -64,10 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def started(variant: Variant, arguments: argparse.Namespace, flags: list[str], logs: Path) -> Row:
     """Start one server, use it, and what it said."""
-    own = (
-        ["--attention-backend", variant.backend] if variant.dense else ["--sparse-decode", variant.selector]
-    )
-    own += ["--sparse-decode-summary", variant.form] if variant.form else []
+    if variant.dense:
+        own = ["--attention-backend", variant.backend]
+    else:
+        own = ["--sparse-decode", variant.selector]
+        own += ["--sparse-decode-summary", variant.form] if variant.form else []
     begun = time.monotonic()
     log = logs / f"server-{variant.name.replace(':', '-')}.log"
     with launched([*own, "--skip-tokenizer-init", *flags], log) as server:
