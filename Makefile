@@ -28,9 +28,10 @@ test: lint model ## environment, lint, types, all tests
 test-gpu: model ## the GPU tests (kernels, servers), with a result file if GPU_FLAGS="--machine-name NAME"
 	@$(BIN)/python tools/test_gpu.py --demo-model $(MODEL) $(GPU_FLAGS)
 
-# One small case of each kernel; of select two more, with clusters and behind score.
-SANITIZED := kv_heads[2] or group_sizes[8] or one_long_row[4097] or then_select[r4i4] or fp32[glm-cuda] \
- or degenerate_pages[r4i4-cuda] or degenerate_pages[r6h-cuda]
+# One small case of each kernel; of score another with 16 query heads a KV head, of select two with
+# clusters and behind score.
+SANITIZED := kv_heads[2] or two_warps_a_kv_head[16-2] or group_sizes[8] or one_long_row[4097] \
+ or then_select[r4i4] or fp32[glm-cuda] or degenerate_pages[r4i4-cuda] or degenerate_pages[r6h-cuda]
 SANITIZE = compute-sanitizer --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: --tool
 SANITIZE_TESTS = $(BIN)/python -m pytest -q -p no:cacheprovider -k "$(SANITIZED)" \
  $(patsubst %,tests/kernels/test_%_gpu.py,score select attend summarize)

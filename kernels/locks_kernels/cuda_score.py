@@ -168,28 +168,37 @@ def library(
     if not isinstance(records, Summaries):
         return build.load("page_scores", QUEST=int(isinstance(records, Envelopes)), **constants)
     layout = records.layout
+    group = queries.shape[1] // keys.shape[2]
     return build.load(
         "score",
         RANK=layout.rank,
         BASIS_BITS=8 if layout.suffix == "i8" else 4,
         ROTATED=int(layout.rotated),
-        BLOCKS=-(-queries.shape[1] // (keys.shape[2] * 8)),
-        HEADS_TOGETHER=heads_together(records),
+        BLOCKS=_query_blocks(group),
+        HEADS_TOGETHER=heads_together(records, group),
         **({"OPEN_PAGES": 1} if open_pages else {}),
         **constants,
     )
 
 
-def heads_together(records: Summaries) -> int:
-    """Neighbouring KV heads whose records are copied as one run: what shared memory has room for."""
+def heads_together(records: Summaries, group: int) -> int:
+    """Neighbouring KV heads whose records are copied as one run, for ``group`` query heads each.
+
+    What shared memory has room for, and at most four warps, one for each 8 query heads of a KV head.
+    """
     kv_heads = records.basis.shape[-2]
-    most = 4 if records.layout.bytes_per_page <= LARGE_RECORD else 1
+    most = 4 // _query_blocks(group) if records.layout.bytes_per_page <= LARGE_RECORD else 1
     return next(heads for heads in (4, 2, 1) if heads <= most and kv_heads % heads == 0)
 
 
-def _check_alignment(records: Summaries) -> None:
+def _query_blocks(group: int) -> int:
+    """Blocks of 8 query heads that one KV head has."""
+    return -(-group // 8)
+
+
+def _check_alignment(records: Summaries, group: int) -> None:
     # What the copies of the kernel start at; a pool of its own allocation always fits.
-    starts = (16, 8, 16, 2 * heads_together(records))
+    starts = (16, 8, 16, 2 * heads_together(records, group))
     for plane, alignment in zip(records.planes, starts, strict=True):
         if plane.data_ptr() % alignment:
             raise ValueError(f"a plane of the records does not start at a multiple of {alignment} bytes")
@@ -220,7 +229,7 @@ def check(
     if records is not None and not all(plane.is_contiguous() for plane in records.planes):
         raise ValueError("records must be contiguous planes as Summaries.allocate makes them")
     if isinstance(records, Summaries):
-        _check_alignment(records)
+        _check_alignment(records, q_heads // keys.shape[2])
     if any(stride % 8 for stride in queries.stride()[:2]) or queries.data_ptr() % 16:
         raise ValueError(f"strides of queries must be multiples of 8, got {queries.stride()}")
     if queries.stride(2) != 1 or keys.stride(3) != 1:

@@ -26,6 +26,7 @@ GEOMETRIES = [
     ("r4h", 128, 16, 8, torch.bfloat16),
     ("r6h", 64, 16, 3, torch.bfloat16),
     ("r8h", 128, 16, 4, torch.float16),
+    ("r6h", 128, 16, 12, torch.bfloat16),
     ("r1h", 64, 16, 1, torch.bfloat16),
     ("r16h", 128, 32, 2, torch.bfloat16),
     ("r4i8", 128, 16, 7, torch.bfloat16),
@@ -79,6 +80,15 @@ def test_every_group(group):
     compare(run(device, device_records, "cuda"), run(cache, records, "torch"))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 5])
+@pytest.mark.parametrize("group", [9, 12, 16])
+def test_two_warps_a_kv_head(group, kv_heads):
+    cache, records, device, device_records = make_pair(
+        [700, 3, 90, 1600], "r8i4", head_dim=128, kv_heads=kv_heads, group=group
+    )
+    compare(run(device, device_records, "cuda"), run(cache, records, "torch"))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 5, 8, 32])
 def test_any_number_of_kv_heads(kv_heads):
     cache, records, device, device_records = make_pair([700, 3, 90], "r4i4", kv_heads=kv_heads, group=2)
@@ -97,9 +107,15 @@ def test_long_context():
     compare(run(device, device_records, "cuda"), run(cache, records, "torch"))
 
 
-def test_four_million_tokens_of_several_heads():
-    """262,144 pages in random order; the torch implementation takes some of them at a time."""
-    heads, group, pages, scale = 4, 8, 4 * 2**20 // 16, 128**-0.5
+@pytest.mark.parametrize(
+    ("millions", "heads", "group"), [(4, 4, 8), (1, 2, 16), (1, 1, 12), (1, 3, 9)], ids=str
+)
+def test_millions_of_tokens(millions, heads, group):
+    """Pages in random order, many to a block, so that every stage of a ring is used more than once.
+
+    The torch implementation takes some of them at a time.
+    """
+    pages, scale = millions * 2**20 // 16, 128**-0.5
     records = random_records(SummaryLayout.parse("r4i4", 128), (pages, heads))
     generator = torch.Generator("cuda").manual_seed(1)
     noise = {"generator": generator, "device": "cuda"}
@@ -223,6 +239,7 @@ def prebuild() -> None:
     jobs = [(case, 3) for case in GEOMETRIES]
     jobs += [(("r4i4", 64, 16, 2, bf16), heads) for heads in (1, 2, 4)]
     jobs += [(("r4i4", 128, 16, 2, bf16), heads) for heads in (2, 4)]
+    jobs += [(("r4i4", 128, 16, group, bf16), heads) for group, heads in ((16, 2), (12, 1))]
     jobs += [((name, 128, 16, 8, bf16), 2) for name in ("r8i4", "r8h", "r16i4", "oracle", "quest")]
     jobs += [(("r6h", 128, 16, 8, bf16), heads) for heads in (2, 4)]
     jobs += [(("r8i4", 64, 16, 4, bf16), 2), (("oracle", 64, 16, 4, bf16), 2)]

@@ -56,8 +56,13 @@ constexpr int kSteps = kDim / 32;
 #ifndef HEADS_TOGETHER
 #define HEADS_TOGETHER 4
 #endif
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
 constexpr int kTogether = HEADS_TOGETHER;
+constexpr int kBlocks = BLOCKS;  // blocks of 8 query heads of a KV head
 static_assert(kTogether == 1 || kTogether == 2 || kTogether == 4, "heads together");
+static_assert(kBlocks == 1 || kBlocks == 2, "blocks of query heads");
 
 // A page's scales start at a multiple of 8 or 4 bytes where the KV heads are a multiple of 4 or
 // 2 and are copied as they are.  A single head's start at any even address: pieces of 16 bytes
@@ -83,22 +88,32 @@ constexpr int kCoefficientsAt = kCentroidAt + kTile * kCentroidStride;
 constexpr int kScalesAt = kCoefficientsAt + kTile * kCoefficientStride;
 constexpr int kStageBytes = (kScalesAt + kTile * kScaleStride + 15) / 16 * 16;
 
-// Scoring warps and stages that fit the 227 KB of shared memory of a block; kTogether warps share
-// a stage, and for every four warps there is one that copies.
+// A team has a warp for every KV head of a stage and block of its query heads.  A block has as
+// many teams as there is shared memory for (227 KB) with two stages each, and for every four
+// scoring warps one that copies.
+constexpr int kTeamWarps = kTogether * kBlocks;
 constexpr int kSharedLimit = 216 * 1024;
+constexpr bool fits(int warps, int stages) { return warps / kTeamWarps * stages * kStageBytes <= kSharedLimit; }
 constexpr int warps_that_fit(int stages) {
   int warps = 16;
-  while (warps > kTogether && warps / kTogether * stages * kStageBytes > kSharedLimit) warps /= 2;
+  while (warps > kTeamWarps && !fits(warps, stages)) warps /= 2;
   return warps;
 }
-// A third stage was no faster: two keep enough bytes in flight, and copies that run further
-// ahead meet more of their own in the memory system.
-constexpr int kStages = 2;
-constexpr int kWarps = warps_that_fit(kStages);
-constexpr int kTeams = kWarps / kTogether;
+// Two stages keep enough bytes in flight, and a third was no faster: copies that run further ahead
+// meet more of their own in the memory system.  With two blocks of query heads there are half as
+// many teams, so twice the stages hold as many bytes.
+constexpr int stages_that_fit(int warps) {
+  int stages = 2 * kBlocks;
+  while (stages > 2 && !fits(warps, stages)) --stages;
+  return stages;
+}
+constexpr int kWarps = warps_that_fit(2);
+constexpr int kStages = stages_that_fit(kWarps);
+constexpr int kTeams = kWarps / kTeamWarps;
 constexpr int kCopyWarps = kWarps < 4 ? 1 : kWarps / 4;
 constexpr int kTeamsPerCopyWarp = kTeams / kCopyWarps;
 constexpr int kRings = kTeams * kStages;
+static_assert(kTeamWarps <= 4, "a copying warp has at least one team");
 static_assert(kRings * kStageBytes <= kSharedLimit, "stages do not fit shared memory");
 
 // Shared memory: stages, their two barriers, where the scales of a stage's pages start, row tables.

@@ -1,11 +1,12 @@
 // score: page scores of the `locks` selector from summary records (paper Eq. 2).
 //
-// A block is kTeams teams of kTogether scoring warps, and kCopyWarps warps that copy.  A team
-// walks over its units, a tile of 8 pages of kTogether KV heads each, one head a warp.  Its ring
-// of stages in shared memory is kept full by a copying warp, which runs ahead as far as there
-// are free stages, so the memory system has work all the time and the scoring warps spend no
-// instruction on addresses.  Teams never wait for each other.  When they have issued
-// everything, the copying warps score the pages of the current tokens from their keys.
+// A block is kTeams teams of scoring warps, and kCopyWarps warps that copy.  A team walks over its
+// units, a tile of 8 pages of kTogether KV heads each.  A warp scores one KV head of a unit for up
+// to 8 query heads; where a KV head has more, two warps read its records.  A team's ring of stages
+// in shared memory is kept full by a copying warp, which runs ahead as far as there are free
+// stages, so the memory system has work all the time and the scoring warps spend no instruction
+// on addresses.  Teams never wait for each other.  When they have issued everything, the copying
+// warps score the pages of the current tokens from their keys.
 //
 // variant: HEAD_DIM=128 RANK=4
 // variant: HEAD_DIM=64 RANK=6 ROTATED=1 HEADS_TOGETHER=1 OPEN_PAGES=1
@@ -16,9 +17,6 @@
 #include "schedule.cuh"
 #include "score_tile.cuh"
 
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
 #ifndef QUERY_HALF
 #define QUERY_HALF 0
 #endif
@@ -31,7 +29,6 @@
 
 namespace locks {
 
-constexpr int kBlocks = BLOCKS;  // blocks of 8 query heads in a group
 constexpr int kThreads = 32 * (kWarps + kCopyWarps);
 
 struct ScoreParams {
@@ -220,7 +217,8 @@ __device__ __forceinline__ void copy_units(const ScoreParams& params, const Rows
 
 __device__ __forceinline__ void score_units(const ScoreParams& params, const Rows& rows, char* shared) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-  const int team = warp / kTogether, member = warp % kTogether;
+  const int team = warp / kTeamWarps, member = warp % kTeamWarps / kBlocks, block = warp % kBlocks;
+  const int heads = params.group - 8 * block;  // query heads of the group from this warp's first on
   const int sets = params.kv_heads / kTogether;
   const int tile_step = kTeams / sets, set_step = kTeams % sets;
   const Range range(rows.first[params.rows]);
@@ -234,15 +232,13 @@ __device__ __forceinline__ void score_units(const ScoreParams& params, const Row
     int count = set_step == 0 ? (row_end - tile + tile_step - 1) / tile_step : 1;
     const int head = set * kTogether + member, page = (tile - row_begin) * kTile + 2 * c;
     int left = rows.closed[row] - page;  // complete pages from this lane's first one on
-    float* target[kBlocks];              // scores of this lane's query heads and pages
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      target[block] = score_address(params, rows, row, head * params.group + block * 8 + n) + page;
-    }
-    Query<kBlocks> query;
-    load_query<kBlocks, QUERY_HALF != 0>(
-        query, params.queries + row * params.query_row_stride + head * params.group * params.query_head_stride,
-        params.query_head_stride, params.group, params.sm_scale * kLog2e);
+    const int q_head = head * params.group + 8 * block;
+    // Scores of this lane's query head and pages.
+    float* target = score_address(params, rows, row, q_head + n) + page;
+    Query query;
+    load_query<QUERY_HALF != 0>(query,
+                                params.queries + row * params.query_row_stride + q_head * params.query_head_stride,
+                                params.query_head_stride, heads, params.sm_scale * kLog2e);
     tile += count * tile_step;
     set += set_step;
     if (set >= sets) {
@@ -258,25 +254,22 @@ __device__ __forceinline__ void score_units(const ScoreParams& params, const Row
       if constexpr (kScalesShift) {
         offset = reinterpret_cast<const int*>(shared + kShiftsAt)[ring * kTile + (lane & 7)];
       }
-      float scores[kBlocks][2];
-      score_tile<kBlocks>(scores, stage, member, offset, query);
+      float scores[2];
+      score_tile(scores, stage, member, offset, query);
       __syncwarp();
       if (lane == 0) barrier_arrive(free_barrier(shared_address(shared), ring));
       if (++ring == (team + 1) * kStages) {
         ring = team * kStages;
         parity ^= 1;
       }
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        if (block * 8 + n < params.group) {
-          if (left >= 2) {
-            *reinterpret_cast<float2*>(target[block]) = make_float2(scores[block][0], scores[block][1]);
-          } else if (left == 1) {
-            *target[block] = scores[block][0];
-          }
+      if (n < heads) {
+        if (left >= 2) {
+          *reinterpret_cast<float2*>(target) = make_float2(scores[0], scores[1]);
+        } else if (left == 1) {
+          *target = scores[0];
         }
-        target[block] += kTile * tile_step;
       }
+      target += kTile * tile_step;
       left -= kTile * tile_step;
     }
   }
@@ -317,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
   int* closed = first + params.rows + 1;
   if (threadIdx.x < kRings) {
     barrier_init(full_barrier(shared_address(shared), threadIdx.x), 32 + kScalesShift);
-    barrier_init(free_barrier(shared_address(shared), threadIdx.x), kTogether);
+    barrier_init(free_barrier(shared_address(shared), threadIdx.x), kTeamWarps);
   }
   if (!params.settled) wait_for_previous_kernel();
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// Scores of the 8 pages of a tile for the query heads of one KV head, by one warp.
+// Scores of the 8 pages of a tile for up to 8 query heads of one KV head, by one warp.
 //
 // A lane is (n, c) = (lane / 4, lane % 4).  Every product below is a tensor-core product whose
 // 16 rows are 8 query heads: their high parts and, below them, their low parts (projections),
@@ -13,13 +13,12 @@
 
 namespace locks {
 
-// The queries of 8 * kBlocks heads as two int8 terms, q = step * (high + low / 254).
-template <int kBlocks>
+// The queries of 8 heads as two int8 terms, q = step * (high + low / 254).
 struct Query {
-  uint32_t a[kBlocks][kSteps][4];  // operand A: rows n are high parts, rows 8 + n low parts
-  float step[kBlocks];             // includes the softmax scale and log2(e)
-  float basis_zero[kBlocks];       // minus what the products of a zero vector give, as nibbles
-  float centroid_zero[kBlocks];    // and as int8
+  uint32_t a[kSteps][4];  // operand A: rows n are high parts, rows 8 + n low parts
+  float step;             // includes the softmax scale and log2(e)
+  float basis_zero;       // minus what the products of a zero vector give, as nibbles
+  float centroid_zero;    // and as int8
 };
 
 // Accumulators start at the bits of this float, so that an integer sum below 2^22 reads as a
@@ -55,83 +54,79 @@ __device__ __forceinline__ void rotate_quad(float (&x)[kDim / 4], int c) {
   for (int i = 0; i < kDim / 4; ++i) x[i] *= norm;
 }
 
-// Reads the queries of heads [0, group) at `queries` (16-bit floats, heads `head_stride` apart).
-template <int kBlocks, bool kHalf>
-__device__ __forceinline__ void load_query(Query<kBlocks>& query, const uint16_t* queries, int64_t head_stride,
-                                           int group, float scale) {
+// Reads up to 8 query heads at `queries` (16-bit floats, heads `head_stride` apart); the others are zero.
+template <bool kHalf>
+__device__ __forceinline__ void load_query(Query& query, const uint16_t* queries, int64_t head_stride, int heads,
+                                           float scale) {
   const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+  float x[kDim / 4];
+  if (n < heads) {
+    const uint4* source = reinterpret_cast<const uint4*>(queries + n * head_stride + c * (kDim / 4));
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    float x[kDim / 4];
-    int head = block * 8 + n;
-    if (head < group) {
-      const uint4* source = reinterpret_cast<const uint4*>(queries + head * head_stride + c * (kDim / 4));
+    for (int i = 0; i < kDim / 32; ++i) {
+      uint4 word = __ldg(source + i);
+      uint32_t words[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-      for (int i = 0; i < kDim / 32; ++i) {
-        uint4 word = __ldg(source + i);
-        uint32_t words[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (kHalf) {
-            float2 pair = __half22float2(*reinterpret_cast<__half2*>(&words[j]));
-            x[8 * i + 2 * j] = pair.x;
-            x[8 * i + 2 * j + 1] = pair.y;
-          } else {
-            x[8 * i + 2 * j] = __uint_as_float(words[j] << 16);
-            x[8 * i + 2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
-          }
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (kHalf) {
+          float2 pair = __half22float2(*reinterpret_cast<__half2*>(&words[j]));
+          x[8 * i + 2 * j] = pair.x;
+          x[8 * i + 2 * j + 1] = pair.y;
+        } else {
+          x[8 * i + 2 * j] = __uint_as_float(words[j] << 16);
+          x[8 * i + 2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
         }
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) x[i] = 0.0f;
     }
-    if constexpr (kRotated) rotate_quad(x, c);
-
-    float largest = 0.0f;
+  } else {
 #pragma unroll
-    for (int i = 0; i < kDim / 4; ++i) largest = fmaxf(largest, fabsf(x[i]));
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-
-    int high_sum = 0, low_sum = 0;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t high[8], low[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float value = x[8 * step + i] * inverse;
-        float rounded = value + kMagic;
-        high[i] = __float_as_uint(rounded);
-        low[i] = __float_as_uint(fmaf(value - (rounded - kMagic), 254.0f, kMagic));
-      }
-      // Even dimensions, then odd ones: as the nibbles of the basis come out.
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        uint32_t top = __byte_perm(__byte_perm(high[odd], high[2 + odd], 0x0040),
-                                   __byte_perm(high[4 + odd], high[6 + odd], 0x0040), 0x5410);
-        uint32_t bottom = __byte_perm(__byte_perm(low[odd], low[2 + odd], 0x0040),
-                                      __byte_perm(low[4 + odd], low[6 + odd], 0x0040), 0x5410);
-        query.a[block][step][2 * odd] = top;
-        query.a[block][step][2 * odd + 1] = bottom;
-        high_sum = __dp4a(static_cast<int>(top), 0x01010101, high_sum);
-        low_sum = __dp4a(static_cast<int>(bottom), 0x01010101, low_sum);
-      }
-    }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      high_sum += __shfl_xor_sync(kFullWarp, high_sum, step);
-      low_sum += __shfl_xor_sync(kFullWarp, low_sum, step);
-    }
-    // Nibbles are stored with an offset of 8.
-    constexpr int kOffset = kBasisBits == 4 ? 8 : 0;
-    const float unit = largest * (1.0f / 127.0f) * scale;
-    query.step[block] = unit;
-    query.centroid_zero[block] = -fmaf(kMagic, unit * kLowStep, kMagic * unit);
-    query.basis_zero[block] = -fmaf(kMagic + static_cast<float>(kOffset * low_sum), unit * kLowStep,
-                                    (kMagic + static_cast<float>(kOffset * high_sum)) * unit);
+    for (int i = 0; i < kDim / 4; ++i) x[i] = 0.0f;
   }
+  if constexpr (kRotated) rotate_quad(x, c);
+
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kDim / 4; ++i) largest = fmaxf(largest, fabsf(x[i]));
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+  const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+
+  int high_sum = 0, low_sum = 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t high[8], low[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float value = x[8 * step + i] * inverse;
+      float rounded = value + kMagic;
+      high[i] = __float_as_uint(rounded);
+      low[i] = __float_as_uint(fmaf(value - (rounded - kMagic), 254.0f, kMagic));
+    }
+    // Even dimensions, then odd ones: as the nibbles of the basis come out.
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      uint32_t top = __byte_perm(__byte_perm(high[odd], high[2 + odd], 0x0040),
+                                 __byte_perm(high[4 + odd], high[6 + odd], 0x0040), 0x5410);
+      uint32_t bottom = __byte_perm(__byte_perm(low[odd], low[2 + odd], 0x0040),
+                                    __byte_perm(low[4 + odd], low[6 + odd], 0x0040), 0x5410);
+      query.a[step][2 * odd] = top;
+      query.a[step][2 * odd + 1] = bottom;
+      high_sum = __dp4a(static_cast<int>(top), 0x01010101, high_sum);
+      low_sum = __dp4a(static_cast<int>(bottom), 0x01010101, low_sum);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    high_sum += __shfl_xor_sync(kFullWarp, high_sum, step);
+    low_sum += __shfl_xor_sync(kFullWarp, low_sum, step);
+  }
+  // Nibbles are stored with an offset of 8.
+  constexpr int kOffset = kBasisBits == 4 ? 8 : 0;
+  const float unit = largest * (1.0f / 127.0f) * scale;
+  query.step = unit;
+  query.centroid_zero = -fmaf(kMagic, unit * kLowStep, kMagic * unit);
+  query.basis_zero = -fmaf(kMagic + static_cast<float>(kOffset * low_sum), unit * kLowStep,
+                                  (kMagic + static_cast<float>(kOffset * high_sum)) * unit);
 }
 
 template <int kBytes>
@@ -149,9 +144,8 @@ __device__ __forceinline__ void load_words(uint32_t (&words)[kBytes / 4], const 
 }
 
 // Queries times the 8 vectors that the quads n = 0..7 point at (kBits a value).
-template <int kBlocks, int kBits>
-__device__ __forceinline__ void multiply_vectors(int (&sums)[kBlocks][4], const char* vector, int c,
-                                                 const Query<kBlocks>& query) {
+template <int kBits>
+__device__ __forceinline__ void multiply_vectors(int (&sums)[4], const char* vector, int c, const Query& query) {
   constexpr int kBytes = kDim * kBits / 32;
   uint32_t words[kBytes / 4];
   load_words<kBytes>(words, vector + c * kBytes);
@@ -166,13 +160,10 @@ __device__ __forceinline__ void multiply_vectors(int (&sums)[kBlocks][4], const 
       even = __byte_perm(words[2 * step], words[2 * step + 1], 0x6420);
       odd = __byte_perm(words[2 * step], words[2 * step + 1], 0x7531);
     }
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      if (step == 0) {
-        mma_s8<kBits == 8>(sums[block], query.a[block][step], even, odd, magic);
-      } else {
-        mma_s8<kBits == 8>(sums[block], query.a[block][step], even, odd, sums[block]);
-      }
+    if (step == 0) {
+      mma_s8<kBits == 8>(sums, query.a[step], even, odd, magic);
+    } else {
+      mma_s8<kBits == 8>(sums, query.a[step], even, odd, sums);
     }
   }
 }
@@ -194,10 +185,9 @@ __device__ __forceinline__ float product(int high, int low, float step, float ze
 }
 
 // Projections on two columns (2c, 2c + 1 of the product) as packed fp16, ready as an operand A.
-template <int kBlocks>
-__device__ __forceinline__ uint32_t finish_projection(const int (&sums)[4], const Query<kBlocks>& query, int block,
-                                                      float scale0, float scale1) {
-  const float step = query.step[block], zero = query.basis_zero[block];
+__device__ __forceinline__ uint32_t finish_projection(const int (&sums)[4], const Query& query, float scale0,
+                                                      float scale1) {
+  const float step = query.step, zero = query.basis_zero;
   return pack_half(product(sums[0], sums[2], step, zero) * scale0, product(sums[1], sums[3], step, zero) * scale1);
 }
 
@@ -249,10 +239,10 @@ __device__ __forceinline__ void load_coefficients(const char* stage, int member,
 }
 
 // Sums over the tokens of exp2(logits - shift), partial: a lane has the tokens of its columns.
-// `sums[block][page]` is for query head 8 * block + n.
-template <int kBlocks, bool kShift>
-__device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const char* stage, int member, int offset,
-                                           const Query<kBlocks>& query, const float (&shift)[kBlocks][kTile]) {
+// `sums[page]` is for query head n.
+template <bool kShift>
+__device__ __forceinline__ void sum_tokens(float (&sums)[kTile], const char* stage, int member, int offset,
+                                           const Query& query, const float (&shift)[kTile]) {
   const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
   const char* basis = stage + kBasisAt + member * kBasisBytes;
 #pragma unroll
@@ -261,23 +251,19 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
     if (pair > 0 && (kPaddedRank > 4 || pair == 2)) __syncwarp();
     const int first = 2 * pair, second = 2 * pair + 1;
     // Operand A of the logits: rows n are the first page, rows 8 + n the second.
-    uint32_t a[kBlocks][4];
+    uint32_t a[4];
     int own = 0, own_offset = 0, first_offset = 0, second_offset = 0;
     if constexpr (kPaddedRank == 4) {
       own = first + (c >> 1);
       own_offset = offset_of(offset, own);
-      int sums8[kBlocks][4];
-      multiply_vectors<kBlocks, kBasisBits>(
-          sums8, basis + (first + (n >> 2)) * kBasisStride + min(n & 3, kRank - 1) * kColumnBytes, c,
-          query);
+      int sums8[4];
+      multiply_vectors<kBasisBits>(
+          sums8, basis + (first + (n >> 2)) * kBasisStride + min(n & 3, kRank - 1) * kColumnBytes, c, query);
       float s0 = column_scale(stage, own, own_offset, 2 * (c & 1));
       float s1 = column_scale(stage, own, own_offset, 2 * (c & 1) + 1);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        uint32_t z = finish_projection<kBlocks>(sums8[block], query, block, s0, s1);
-        a[block][0] = c < 2 ? z : 0u;
-        a[block][1] = c < 2 ? 0u : z;
-      }
+      uint32_t z = finish_projection(sums8, query, s0, s1);
+      a[0] = c < 2 ? z : 0u;
+      a[1] = c < 2 ? 0u : z;
     } else {
       first_offset = offset_of(offset, first);
       second_offset = offset_of(offset, second);
@@ -286,22 +272,16 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
         int page = first + which, page_offset = which ? second_offset : first_offset;
-        int sums8[kBlocks][4];
-        multiply_vectors<kBlocks, kBasisBits>(
-            sums8, basis + page * kBasisStride + min(n, kRank - 1) * kColumnBytes, c, query);
+        int sums8[4];
+        multiply_vectors<kBasisBits>(sums8, basis + page * kBasisStride + min(n, kRank - 1) * kColumnBytes, c, query);
         float s0 = column_scale(stage, page, page_offset, 2 * c);
         float s1 = column_scale(stage, page, page_offset, 2 * c + 1);
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          uint32_t z = finish_projection<kBlocks>(sums8[block], query, block, s0, s1);
-          a[block][0 + 3 * which] = z;
-          a[block][1 + which] = 0u;
-        }
+        a[3 * which] = finish_projection(sums8, query, s0, s1);
+        a[1 + which] = 0u;
       }
     }
     if constexpr (kPaddedRank <= 8) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) sums[block][first] = sums[block][second] = 0.0f;
+      sums[first] = sums[second] = 0.0f;
 #pragma unroll
       for (int m = 0; m < kPage / 2; m += 8) {
         uint32_t b0[2], b1[2];  // [even or odd tokens]
@@ -311,22 +291,18 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
           load_coefficients<kShift>(stage, member, first, first_offset, 2 * c, m + n, b0[0], b0[1]);
           load_coefficients<kShift>(stage, member, second, second_offset, 2 * c, m + n, b1[0], b1[1]);
         }
+        const float start_first = kShift ? -shift[first] : 0.0f, start_second = kShift ? -shift[second] : 0.0f;
+        const float start[4] = {start_first, start_first, start_second, start_second};
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          float start_first = kShift ? -shift[block][first] : 0.0f;
-          float start_second = kShift ? -shift[block][second] : 0.0f;
-          const float start[4] = {start_first, start_first, start_second, start_second};
-#pragma unroll
-          for (int odd = 0; odd < 2; ++odd) {
-            float d[4];
-            if constexpr (kPaddedRank == 4) {
-              mma_f16_k8(d, a[block][0], a[block][1], b0[odd], start);
-            } else {
-              mma_f16_k16(d, a[block][0], a[block][1], a[block][2], a[block][3], b0[odd], b1[odd], start);
-            }
-            sums[block][first] += exp2_approx(d[0]) + exp2_approx(d[1]);
-            sums[block][second] += exp2_approx(d[2]) + exp2_approx(d[3]);
+        for (int odd = 0; odd < 2; ++odd) {
+          float d[4];
+          if constexpr (kPaddedRank == 4) {
+            mma_f16_k8(d, a[0], a[1], b0[odd], start);
+          } else {
+            mma_f16_k16(d, a[0], a[1], a[2], a[3], b0[odd], b1[odd], start);
           }
+          sums[first] += exp2_approx(d[0]) + exp2_approx(d[1]);
+          sums[second] += exp2_approx(d[2]) + exp2_approx(d[3]);
         }
       }
     } else {
@@ -336,34 +312,26 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kBlocks][kTile], const 
         int page = first + which, page_offset = which ? second_offset : first_offset;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          int sums8[kBlocks][4];
-          multiply_vectors<kBlocks, kBasisBits>(
-              sums8, basis + page * kBasisStride + (8 * half + n) * kColumnBytes, c, query);
+          int sums8[4];
+          multiply_vectors<kBasisBits>(sums8, basis + page * kBasisStride + (8 * half + n) * kColumnBytes, c, query);
           float s0 = column_scale(stage, page, page_offset, 8 * half + 2 * c);
           float s1 = column_scale(stage, page, page_offset, 8 * half + 2 * c + 1);
-#pragma unroll
-          for (int block = 0; block < kBlocks; ++block) {
-            a[block][2 * half] = finish_projection<kBlocks>(sums8[block], query, block, s0, s1);
-            a[block][2 * half + 1] = 0u;
-          }
+          a[2 * half] = finish_projection(sums8, query, s0, s1);
+          a[2 * half + 1] = 0u;
         }
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) sums[block][page] = 0.0f;
+        sums[page] = 0.0f;
 #pragma unroll
         for (int m = 0; m < kPage / 2; m += 8) {
           uint32_t b0[2], b1[2];
           load_coefficients<kShift>(stage, member, page, page_offset, 2 * c, m + n, b0[0], b0[1]);
           load_coefficients<kShift>(stage, member, page, page_offset, 8 + 2 * c, m + n, b1[0], b1[1]);
+          const float begin = kShift ? -shift[page] : 0.0f;
+          const float start[4] = {begin, begin, begin, begin};
 #pragma unroll
-          for (int block = 0; block < kBlocks; ++block) {
-            float begin = kShift ? -shift[block][page] : 0.0f;
-            const float start[4] = {begin, begin, begin, begin};
-#pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-              float d[4];
-              mma_f16_k16(d, a[block][0], 0u, a[block][2], 0u, b0[odd], b1[odd], start);
-              sums[block][page] += exp2_approx(d[0]) + exp2_approx(d[1]);
-            }
+          for (int odd = 0; odd < 2; ++odd) {
+            float d[4];
+            mma_f16_k16(d, a[0], 0u, a[2], 0u, b0[odd], b1[odd], start);
+            sums[page] += exp2_approx(d[0]) + exp2_approx(d[1]);
           }
         }
       }
@@ -388,40 +356,34 @@ __device__ __forceinline__ void reduce_pages(float (&total)[2], const float (&su
   }
 }
 
-template <int kBlocks>
 struct PageLogs {
-  float value[kBlocks][2];
+  float value[2];
 };
 
 // The rare tile whose sums overflow: pages are lowered by steps of 100 until they do not.
 // Keys are centred, so a page's largest logit is not far below zero and nothing is lost below.
 // Out of line and by value, so that the usual path keeps its operands in registers.
-template <int kBlocks>
-__device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, int member, int offset,
-                                                               Query<kBlocks> query) {
+__device__ __noinline__ PageLogs sum_tokens_safely(const char* stage, int member, int offset, Query query) {
   const int c = threadIdx.x & 3;
-  PageLogs<kBlocks> logs = {};
-  float shift[kBlocks][kTile] = {};
+  PageLogs logs = {};
+  float shift[kTile] = {};
   bool again = true;
   for (int attempt = 0; again && attempt < 100; ++attempt) {
-    float sums[kBlocks][kTile];
-    sum_tokens<kBlocks, true>(sums, stage, member, offset, query, shift);
+    float sums[kTile];
+    sum_tokens<true>(sums, stage, member, offset, query, shift);
     bool overflow = false;
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int page = 0; page < kTile; ++page) {
-        float total = sums[block][page];
-        total += __shfl_xor_sync(kFullWarp, total, 1);
-        total += __shfl_xor_sync(kFullWarp, total, 2);
-        // A page that overflows to the end keeps a finite score, so that its row's shares are numbers.
-        const float log_sum = fminf(log2_approx(total), 128.0f) + shift[block][page];
-        if (page == 2 * c) logs.value[block][0] = log_sum;
-        if (page == 2 * c + 1) logs.value[block][1] = log_sum;
-        if (total == INFINITY) {
-          shift[block][page] += 100.0f;
-          overflow = true;
-        }
+    for (int page = 0; page < kTile; ++page) {
+      float total = sums[page];
+      total += __shfl_xor_sync(kFullWarp, total, 1);
+      total += __shfl_xor_sync(kFullWarp, total, 2);
+      // A page that overflows to the end keeps a finite score, so that its row's shares are numbers.
+      const float log_sum = fminf(log2_approx(total), 128.0f) + shift[page];
+      if (page == 2 * c) logs.value[0] = log_sum;
+      if (page == 2 * c + 1) logs.value[1] = log_sum;
+      if (total == INFINITY) {
+        shift[page] += 100.0f;
+        overflow = true;
       }
     }
     again = __any_sync(kFullWarp, overflow);
@@ -429,42 +391,28 @@ __device__ __noinline__ PageLogs<kBlocks> sum_tokens_safely(const char* stage, i
   return logs;
 }
 
-// Scores in natural-log units: scores[block][i] is page 2c + i for query head 8 * block + n.
-// The records are those of head `member` of the stage; for `offset` see offset_of.
-template <int kBlocks>
-__device__ __forceinline__ void score_tile(float (&scores)[kBlocks][2], const char* stage, int member, int offset,
-                                           const Query<kBlocks>& query) {
+// Scores in natural-log units: scores[i] is page 2c + i for query head n.
+// The records are those of KV head `member` of the stage; for `offset` see offset_of.
+__device__ __forceinline__ void score_tile(float (&scores)[2], const char* stage, int member, int offset,
+                                           const Query& query) {
   const int lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-  float sums[kBlocks][kTile];
-  const float none[kBlocks][kTile] = {};
-  sum_tokens<kBlocks, false>(sums, stage, member, offset, query, none);
-  PageLogs<kBlocks> logs;
-  bool finite = true;
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    float total[2];
-    reduce_pages(total, sums[block], c);
-    logs.value[block][0] = log2_approx(total[0]);
-    logs.value[block][1] = log2_approx(total[1]);
-    finite = finite && total[0] < INFINITY && total[1] < INFINITY;
-  }
-  if (__any_sync(kFullWarp, !finite)) {
-    logs = sum_tokens_safely<kBlocks>(stage, member, offset, query);
-  }
+  float sums[kTile], total[2];
+  const float none[kTile] = {};
+  sum_tokens<false>(sums, stage, member, offset, query, none);
+  reduce_pages(total, sums, c);
+  PageLogs logs{{log2_approx(total[0]), log2_approx(total[1])}};
+  const bool finite = total[0] < INFINITY && total[1] < INFINITY;
+  if (__any_sync(kFullWarp, !finite)) logs = sum_tokens_safely(stage, member, offset, query);
 
-  int products[kBlocks][4];
-  multiply_vectors<kBlocks, 8>(products, stage + kCentroidAt + member * kCentroidBytes + n * kCentroidStride,
-                                c, query);
+  int products[4];
+  multiply_vectors<8>(products, stage + kCentroidAt + member * kCentroidBytes + n * kCentroidStride, c, query);
   float scale0 = bf16_bits_to_float(scale_bits(stage, 2 * c, offset_of(offset, 2 * c), 0));
   float scale1 = bf16_bits_to_float(scale_bits(stage, 2 * c + 1, offset_of(offset, 2 * c + 1), 0));
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const float step = query.step[block], zero = query.centroid_zero[block];
-    const float o0 = product(products[block][0], products[block][2], step, zero);
-    const float o1 = product(products[block][1], products[block][3], step, zero);
-    scores[block][0] = fmaf(o0, scale0, logs.value[block][0]) * kLn2;
-    scores[block][1] = fmaf(o1, scale1, logs.value[block][1]) * kLn2;
-  }
+  const float step = query.step, zero = query.centroid_zero;
+  const float o0 = product(products[0], products[2], step, zero);
+  const float o1 = product(products[1], products[3], step, zero);
+  scores[0] = fmaf(o0, scale0, logs.value[0]) * kLn2;
+  scores[1] = fmaf(o1, scale1, logs.value[1]) * kLn2;
 }
 
 }  // namespace locks
