@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import results_file
+from result_rows import ran_dense
 
 GRID = "1x16384,1x32768,1x65536,1x131072,1x262144,1x524288,1x1000000,4x262144,8x131072,16x65536,32x32768"
 VARIANTS = "dense:fa3,dense:flashinfer,locks:r4i4,locks:r8i4"
@@ -149,11 +150,7 @@ def print_times(rows: list[dict[str, Any]], key: str) -> None:
     names = list(dict.fromkeys(row["variant"] for row in rows))
     cases = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
     found = {(row["variant"], row["batch"], row["context"]): row[key] for row in rows}
-    ran_dense = {
-        (row["variant"], row["batch"], row["context"])
-        for row in rows
-        if row.get("dense_rows_share", 0) > 0.5
-    }
+    marked = {(row["variant"], row["batch"], row["context"]) for row in rows if ran_dense(row)}
     print(f"{'batch x context':>18}" + "".join(f"{name:>18}" for name in names))
     for batch, context in cases:
         times = {name: found.get((name, batch, context)) for name in names}
@@ -161,7 +158,7 @@ def print_times(rows: list[dict[str, Any]], key: str) -> None:
         cells = []
         for name, t in times.items():
             ratio = f" {min(dense) / t:.2f}x" if t and dense and not name.startswith("dense") else ""
-            mark = " D" if (name, batch, context) in ran_dense else ""
+            mark = " D" if (name, batch, context) in marked else ""
             cells.append(f"{t:.3f} ms{ratio}{mark}" if t else "-")
         print(f"{batch:>6} x {context:<9}" + "".join(f"{cell:>18}" for cell in cells))
 

@@ -7,7 +7,8 @@ listed below goes to SGLang, such as ``--mem-fraction-static`` or ``--max-total-
 SGLang's own serving benchmark with the same prompts.  The prefix cache is emptied before every case, and
 what it gave is a column.  After every case the server must say that it decoded sparse (or, dense, that it
 did not); otherwise the run ends with an error.  Steps of few tokens run dense in a sparse server, unless
-``--sparse-decode-dense-below 0`` is given; the table marks the cases that mostly did with a D.
+``--sparse-decode-dense-below 0`` is given; the table marks the cases that mostly did with a D.  The result
+file is written after every case; at the end comes a figure of the cases that ran both dense and sparse.
 
 On an H200, with the geometry of GLM-4-9B-Chat-1M and dummy weights (a folder with ``config.json`` is
 enough; the tokenizer is made here), the default grid of 32K and 128K tokens of context:
@@ -32,12 +33,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import results_file
 import torch
 from gpu_memory import ballast, in_use_gib
+from result_rows import SERVED_CASE, compared, served_by, served_gains
 from serving import word_tokenizer
 from serving.load import WORKLOADS, Case, drive
 from serving.server import LoadWatch, Server, ServerFailed, launched, on_gpu, stop_when_told_to_end
@@ -54,7 +57,7 @@ SPARSE_ROWS_NEEDED = 0.98
 WARM_UP_TOKENS = 16384
 # What a row holds as its median over the repetitions, with _min and _max beside it.
 MEASURED = ("tokens_per_s", "ttft_ms", "ttft_p99_ms", "itl_ms", "itl_p99_ms", "duration_s")
-KEY = ("variant", "model", "tp", "workload", "concurrency", "context", "output")
+KEY = ("variant", *SERVED_CASE)
 
 Row = dict[str, Any]
 
@@ -79,7 +82,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     parser.add_argument("--tokenizer", help="folder; default: the model's, or one made for dummy weights")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--append", type=Path, help="result file whose other rows are kept")
-    parser.add_argument("--out", type=Path, help="folder of the result file and of the logs")
+    parser.add_argument("--out", type=Path, help="folder of the result file, the figure and the logs")
     parser.add_argument("--machine-name", default="h200")
     parser.add_argument("--commit", help="commit to write down where git is not there")
     return parser.parse_known_args(argv)
@@ -105,9 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # After every case, so that a run that is cut short is not lost.
                 write(rows, arguments, copy_rate=None)
     del held
+    if not rows:
+        say(f"no case of {arguments.grid} fitted into the pool of any variant; nothing is written")
+        return 1
     path = write(rows, arguments, copy_rate=results_file.copy_rate_tb_s())
+    rows = [row for row in with_earlier(rows, arguments) if row["model"] == rows[0]["model"]]
     print_table(rows)
     say(f"written to {path}; logs in {logs}")
+    draw(rows, logs.parent / f"{path.stem}.svg")
     return 0
 
 
@@ -300,17 +308,26 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def with_earlier(rows: list[Row], arguments: argparse.Namespace) -> list[Row]:
+    """The rows, after those of ``--append`` that were not measured again."""
+    return results_file.merged(earlier_run(arguments), rows, KEY)
+
+
+def earlier_run(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Content of the file of ``--append``."""
+    return json.loads(arguments.append.read_text()) if arguments.append else None
+
+
 def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | None) -> Path:
-    """Write the rows, after those of ``--append`` that were not measured again."""
-    earlier = json.loads(arguments.append.read_text()) if arguments.append else None
+    """Write the result file of the rows measured so far, with those of an earlier run."""
     return results_file.write(
         "throughput",
-        results_file.merged(earlier, rows, KEY),
+        with_earlier(rows, arguments),
         machine_name=arguments.machine_name,
         out=arguments.out,
         made_from=arguments.commit,
         copy_tb_s=copy_rate,
-        earlier=earlier,
+        earlier=earlier_run(arguments),
     )
 
 
@@ -322,20 +339,27 @@ def print_table(rows: list[Row]) -> None:
     head = f"{'workload':>14}{'clients x context + output':>28}{'variant':>26}{'TTFT ms':>10}{'ITL p50':>9}"
     say(f"\n{head}{'p99':>9}{'tokens/s':>10}{'batch':>7}{'cached':>8}{'tokens/s':>10}{'ITL':>8}")
     for row in sorted(rows, key=lambda row: (row["workload"], row["context"], row["concurrency"])):
-        same = [r for r in rows if all(r[name] == row[name] for name in KEY[1:])]
-        dense = [r for r in same if r["budget"] is None]
-        ratios = ["-", "-"]
-        if dense:
-            ratios[0] = f"{row['tokens_per_s'] / max(r['tokens_per_s'] for r in dense):.2f}x"
-            ratios[1] = f"{min(r['itl_ms'] for r in dense) / row['itl_ms']:.2f}x"
+        gains = served_gains(row, rows)
+        ratios = [f"{gain:.2f}x" for gain in gains] if gains else ["-", "-"]
         where = f"{row['concurrency']} x {row['context']:,} + {row['output']}"
-        name = row["variant"] + (f" TP {row['tp']}" if row["tp"] > 1 else "")
-        name += " D" if row.get("dense_rows_share", 0) > 0.5 else ""
         say(
-            f"{row['workload']:>14}{where:>28}{name:>26}{row['ttft_ms']:>10.0f}{row['itl_ms']:>9.2f}"
+            f"{row['workload']:>14}{where:>28}{served_by(row):>26}{row['ttft_ms']:>10.0f}{row['itl_ms']:>9.2f}"
             f"{row['itl_p99_ms']:>9.2f}{row['tokens_per_s']:>10.1f}{row['batch']:>7}{row['cached_share']:>8.1%}"
             f"{ratios[0]:>10}{ratios[1]:>8}"
         )
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """The figure of the cases that ran both dense and sparse; says why where there is none."""
+    if not compared(rows):
+        say("no figure: no case ran both dense and sparse")
+    elif find_spec("matplotlib") is None:
+        say("no figure: it needs pip install '.[bench]'")
+    else:
+        import figures
+
+        figures.throughput(rows, path)
+        say(f"figure: {path}")
 
 
 def say(text: str) -> None:

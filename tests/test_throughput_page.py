@@ -116,12 +116,56 @@ def test_what_a_server_must_have_decoded(context: int, sparse: int, dense: int, 
         throughput.check_rows(variant, case, sparse, dense, completed=2, dense_below=57344)
 
 
+def run(rows: list[dict], folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """Exit status of the benchmark whose server of ``locks:r6h`` would have given ``rows``."""
+    monkeypatch.setattr(throughput, "server_of", lambda *_: nullcontext((None, None)))
+    monkeypatch.setattr(throughput, "measured", lambda _, variant, *__: iter(rows))
+    flags = ("--variants", "locks:r6h", "--out", str(folder / "out"), "--machine-name", "cpu", *flags)
+    return throughput.main([*flags, "--model-path", "m"])
+
+
+def test_a_run_that_is_appended_is_compared_with_the_earlier_one(
+    results: list[dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs pip install '.[bench]'")
+    sparse = [
+        {**row, "tokens_per_s": 100.0, "dense_rows_share": 0.4 * row["concurrency"]}
+        for row in results
+        if row["budget"]
+    ]
+    other = {**results[0], "model": "n", "itl_ms": 1.0}
+    write(tmp_path, [*results, other])
+    earlier = tmp_path / "throughput-cpu-2026-11-30.json"
+    assert run(sparse, tmp_path, monkeypatch, "--append", str(earlier)) == 0
+    said = capsys.readouterr().out
+    # 100 tokens/s against the dense server's 20 of the same model; the case of two clients ran dense.
+    assert said.count("5.00x   2.50x") == 2 and said.count("locks r6h D ") == 1
+    assert said.count("dense torch_native") == 2 and "figure: " in said
+    (drawn,) = (tmp_path / "out").glob("*.svg")
+    assert "dense:torch_native" in drawn.read_text()
+
+
+def test_a_run_without_anything_to_compare_or_to_write_says_so(
+    results: list[dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(results[1:2], tmp_path, monkeypatch) == 0
+    assert "no figure: no case ran both dense and sparse" in capsys.readouterr().out
+    assert run([], tmp_path / "none", monkeypatch, "--grid", "random:1x8x2") == 1
+    assert "no case of random:1x8x2 fitted" in capsys.readouterr().out
+    assert not list((tmp_path / "none/out").glob("*.json"))
+
+
 def test_figure_is_drawn(results: list[dict], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs pip install '.[bench]'")
-    import plots
+    import figures
 
     alone = {**results[-1], "variant": "host:r6h", "context": 9999}
-    plots.throughput([*results, alone], tmp_path / "figure.svg")
+    figures.throughput([*results, alone], tmp_path / "figure.svg")
     drawn = (tmp_path / "figure.svg").read_text()
     assert "</svg>" in drawn and "locks" in drawn and "random, 2 x 2,048 + 32" in drawn
     assert "host:r6h" not in drawn and "9,999" not in drawn  # nothing dense to compare with
+    assert "TP 2" not in drawn
+    figures.throughput([{**row, "tp": 2} for row in results], tmp_path / "two.svg")
+    assert "random, 2 x 2,048 + 32, TP 2" in (tmp_path / "two.svg").read_text()
+    with pytest.raises(ValueError, match="no case ran both"):
+        figures.throughput([alone], tmp_path / "none.svg")

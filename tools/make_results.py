@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmark_path  # noqa: F401
 import fidelity_report
 import fidelity_tables
 import kernel_report
@@ -23,11 +24,11 @@ import quality_report
 import step_report
 import tier_report
 from model_rows import Rows, by_model, first
+from result_rows import compared, ran_dense, served_by, served_gains
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"
 SELECTION_TABLES = ("lost", "basis", "scope", "combine", "rope", "page_size")
-THROUGHPUT_CASE = ("model", "tp", "workload", "concurrency", "context", "output")
 AUDIT_HEAD = [
     "batch x context", "step, ms", "processes differ by, us", "copies, us a step", "an audit, ms",
     "interval", "cost",
@@ -75,7 +76,7 @@ def decode_step(name: str = "decode_step") -> str:
     if result is None:
         return NOT_RUN
     marked = ""
-    if any(step_report.ran_dense(row) for row in result["rows"]):
+    if any(ran_dense(row) for row in result["rows"]):
         marked = (
             "D: a step of so few tokens that it ran dense, in a sparse server "
             "(`--sparse-decode-dense-below`).\n\n"
@@ -175,7 +176,7 @@ def throughput(machine: str) -> str:
         tables += [step_report.title(model)] if len(models) > 1 else []
         tables.append(throughput_table(of_model))
     figure = ""
-    if any(row["budget"] is None for row in first(result["rows"], step_report.MAIN)):
+    if compared(first(result["rows"], step_report.MAIN)):
         name = THROUGHPUT_FIGURES[machine]
         figure = f"\n\n![time between tokens and tokens/s of every case](figures/{name})"
     return "\n\n".join([*tables, origin(result)]) + figure
@@ -185,12 +186,8 @@ def throughput_table(served: Rows) -> str:
     """The cases of one model."""
     rows, with_link = [], tier_report.has_link(served)
     for row in sorted(served, key=lambda row: (row["workload"], row["context"], row["concurrency"])):
-        same = [r for r in served if all(r[name] == row[name] for name in THROUGHPUT_CASE)]
-        dense = [r for r in same if r["budget"] is None]
-        gain = slowdown = "-"
-        if dense and row["budget"] is not None:
-            gain = f"{row['tokens_per_s'] / max(r['tokens_per_s'] for r in dense):.2f}x"
-            slowdown = f"{min(r['itl_ms'] for r in dense) / row['itl_ms']:.2f}x"
+        gains = None if row["budget"] is None else served_gains(row, served)
+        in_tokens, in_time = [f"{gain:.2f}x" for gain in gains] if gains else ["-", "-"]
         rows.append(
             [
                 row["workload"],
@@ -198,9 +195,9 @@ def throughput_table(served: Rows) -> str:
                 served_by(row),
                 f"{row['ttft_ms'] / 1000:.2f}",
                 f"{row['itl_ms']:.2f} / {row['itl_p99_ms']:.2f}",
-                slowdown,
+                in_time,
                 f"{row['tokens_per_s']:.1f}",
-                gain,
+                in_tokens,
                 str(row["batch"]),
                 f"{row['cached_share']:.0%}",
                 f"{row['kv_tokens']:,}",
@@ -215,14 +212,6 @@ def host_ttft(machine: str) -> str:
     result = newest("throughput", machine)
     found = tier_report.ttft(result["rows"]) if result else None
     return f"{found}\n\n{origin(result)}" if result and found else NOT_RUN
-
-
-def served_by(row: dict[str, Any]) -> str:
-    """Variant of a row of servers, with what else tells it apart."""
-    parts = [row["variant"].replace(":", " ")]
-    parts += [f"TP {row['tp']}"] if row["tp"] > 1 else []
-    parts += ["D"] if step_report.ran_dense(row) else []
-    return " ".join(parts)
 
 
 def quality() -> str:
@@ -264,6 +253,7 @@ def selection(table: str) -> str:
 
 def figures() -> None:
     """Draw every figure whose result file is there."""
+    import figures as run_figures
     import plots
 
     folder = ROOT / "docs" / "figures"
@@ -277,8 +267,10 @@ def figures() -> None:
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
     for machine, name in THROUGHPUT_FIGURES.items():
-        if served := newest("throughput", machine):
-            plots.throughput(first(served["rows"], step_report.MAIN), folder / name)
+        served = newest("throughput", machine)
+        rows = first(served["rows"], step_report.MAIN) if served else []
+        if compared(rows):
+            run_figures.throughput(rows, folder / name)
 
 
 PAGES: dict[Path, pages.Parts] = {

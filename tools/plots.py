@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_path  # noqa: F401
 import fidelity_report
 import kernel_report
-import matplotlib
 import model_rows
 import plan_report
 import step_report
-
-matplotlib.use("svg")
+from figures import save
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-# The same file from the same data, so that a figure changes only when its numbers do.
-matplotlib.rcParams["svg.hashsalt"] = "locks"
 
 Rows = list[dict[str, Any]]
 # Order and name of the lines of the fidelity figure: (selector, format) -> label.
@@ -137,41 +132,6 @@ def host_tier(rows: Rows, predict: Callable[[dict[str, Any]], float], path: Path
     save(figure, [bars, steps], path)
 
 
-def throughput(rows: Rows, path: Path) -> None:
-    """Time between tokens and output tokens a second of the cases that ran dense and sparse, on one GPU."""
-    cases: dict[tuple[Any, ...], Rows] = {}
-    for row in sorted(rows, key=lambda row: (row["context"], row["workload"], row["concurrency"])):
-        if row["tp"] == 1:
-            case = tuple(row[name] for name in ("workload", "concurrency", "context", "output"))
-            cases.setdefault(case, []).append(row)
-    cases = {
-        case: same for case, same in cases.items() if len({row["budget"] is None for row in same}) == 2
-    }
-    # Dense first, so that the sparse bar is the last of its group whatever ran first.
-    shown = [row for same in cases.values() for row in same]
-    variants = dict.fromkeys(row["variant"] for row in sorted(shown, key=lambda row: row["budget"] or 0))
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 1.2 + 0.75 * len(cases)), sharey=True)
-    height = 0.8 / len(variants)
-    for axes, value, label in (
-        (panels[0], "itl_ms", "between tokens (median), ms"),
-        (panels[1], "tokens_per_s", "output tokens / s, prefill included"),
-    ):
-        for number, variant in enumerate(variants):
-            found = [(at, row) for at, same in enumerate(cases.values()) for row in same]
-            bars = [(at, row[value]) for at, row in found if row["variant"] == variant]
-            places = [at + (number - (len(variants) - 1) / 2) * height for at, _ in bars]
-            drawn = axes.barh(places, [size for _, size in bars], 0.9 * height, label=variant)
-            axes.bar_label(drawn, fmt="%.3g", fontsize="x-small", padding=2)
-        axes.set(xlabel=label)
-        axes.margins(x=0.1)
-    panels[0].set_yticks(
-        range(len(cases)),
-        [f"{workload}, {clients} x {context:,} + {output}" for workload, clients, context, output in cases],
-    )
-    panels[0].invert_yaxis()
-    save(figure, panels, path)
-
-
 def fidelity(rows: Rows, path: Path) -> None:
     """Retained mass and recall against the budget, means over texts."""
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 4))
@@ -242,15 +202,3 @@ def lines(axes: Axes, rows: Rows, name: str, x: str, y: str) -> None:
         chosen = sorted((row[x], row[y]) for row in rows if row[name] == value)
         style = "--" if value.startswith("dense") else "-"
         axes.plot(*zip(*chosen, strict=True), style, marker="o", label=value)
-
-
-def save(figure: Figure, panels: Iterable[Axes], path: Path) -> None:
-    """Finish the panels, write the file and forget the figure."""
-    for number, axes in enumerate(panels):
-        axes.grid(alpha=0.3)
-        if number == 0:
-            axes.legend(frameon=False, fontsize="small")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import pages
-
-BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
-sys.path.insert(0, str(BENCHMARK))
-
-from quality.recipes import RECIPES, Recipe  # noqa: E402
+from benchmark_path import BENCHMARK
+from quality.recipes import RECIPES, Recipe
 
 # Ours -> the paper's column. The paper has no rotated formats.
 COLUMNS = {

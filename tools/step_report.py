@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import benchmark_path  # noqa: F401
 import pages
 import plan_report
 from model_rows import Rows, by_model, first
+from result_rows import ran_dense
 
 # The geometry of the README, of the figures and of the paper's tables of steps.
 MAIN = plan_report.MAIN
@@ -66,11 +68,6 @@ def fastest_dense(found: dict[str, Row], time: str) -> float | None:
 
 def is_dense(variant: str) -> bool:
     return variant.startswith("dense")
-
-
-def ran_dense(row: Row) -> bool:
-    """Whether a sparse server ran this case's steps dense."""
-    return row.get("dense_rows_share", 0) > 0.5
 
 
 def ratio(dense: float | None, time: float) -> str:
