@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 # Files of tests/server that start servers which no other file uses.
-OWN_SERVERS = ("test_tensor_parallel", "test_does_not_start", "test_serve_demo")
+OWN_SERVERS = ("test_tensor_parallel", "test_does_not_start", "test_serve_demo", "test_throughput_starts")
 # Other files that take more than ten seconds, the longest first.
 SLOW = (
     *("test_build", "test_needles", "test_real_keys", "test_newest_sglang", "test_patches", "test_docker"),

@@ -10,37 +10,30 @@ from serving.server import ServerFailed
 from traced import BUDGET, Traced
 
 
-def run(out: Path, url: str, grid: str) -> None:
-    throughput.main(["--url", url, "--grid", grid, "--out", str(out), "--machine-name", "test"])
+def run(out: Path, url: str, grid: str, *more: str) -> list[dict]:
+    """Rows of a run with servers that are up."""
+    throughput.main(["--url", url, "--grid", grid, "--out", str(out), "--machine-name", "test", *more])
+    return json.loads(next(out.glob("throughput-test-*.json")).read_text())["rows"]
 
 
-def test_dense_and_sparse(
-    locks: Traced, dense_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workloads_that_share_a_prefix(locks: Traced, dense_server: Server, tmp_path: Path) -> None:
+    """Two prompts one after the other with 288 tokens in common; four turns of 148 to 352 tokens.
+
+    The cache is empty before each case and holds whole pages of what came before.
+    """
     urls = f"dense:torch_native={dense_server.base_url},locks:r6h={locks.server.base_url}"
-    run(tmp_path, urls, "random:2x256x6,multi-turn:1x352x4")
-    rows = json.loads(next(tmp_path.glob("throughput-test-*.json")).read_text())["rows"]
-    assert [(row["variant"], row["workload"]) for row in rows] == [
-        (variant, workload)
-        for variant in ("dense:torch_native", "locks:r6h")
-        for workload in ("random", "multi-turn")
-    ]
-    for row in rows:
-        dense = row["variant"].startswith("dense")
-        answers = 4 if row["workload"] == "multi-turn" else 2
-        assert row["batch"] == row["concurrency"], row
-        assert 0 < row["itl_ms"] <= row["itl_p99_ms"] and row["ttft_ms"] > 0, row
-        assert row["tokens_per_s"] * row["duration_s"] == pytest.approx(answers * row["output"], rel=0.01)
-        assert row["budget"] == (None if dense else BUDGET)
-        assert ("rows_sparse" in row) is not dense
-        if not dense:
-            assert row["rows_sparse"] >= answers * (row["output"] - 1) and row["rows_dense"] == 0, row
-        if row["workload"] == "random":
-            assert row["cached_share"] == 0 and row["prompt_tokens"] == 256, row
-        else:
-            assert row["cached_share"] > 0.4, row
-    table = capsys.readouterr().out.splitlines()[-6:]
-    assert [("1.00x" in line, "dense" in line) for line in table[:4]].count((True, True)) == 2, table
+    shared = run(tmp_path / "shared", urls, "shared-prefix:1x352x4", "--requests", "2")
+    turns = run(tmp_path / "turns", urls, "multi-turn:1x352x4")
+    for rows, answers, cached in ((shared, 2, 288 / 704), (turns, 4, (144 + 208 + 288) / 1000)):
+        assert [row["variant"] for row in rows] == ["dense:torch_native", "locks:r6h"]
+        for row in rows:
+            assert row["batch"] == 1 and row["cached_share"] == pytest.approx(cached, abs=0.05), row
+            assert 0 < row["itl_ms"] <= row["itl_p99_ms"] and row["ttft_ms"] > 0, row
+            assert row["tokens_per_s"] * row["duration_s"] == pytest.approx(answers * 4, rel=0.01)
+        dense, sparse = rows
+        assert dense["budget"] is None and "rows_sparse" not in dense
+        assert sparse["budget"] == BUDGET
+        assert sparse["rows_sparse"] >= answers * 3 and sparse["rows_dense"] == 0, sparse
 
 
 def test_a_dense_server_under_a_sparse_name(dense_server: Server, tmp_path: Path) -> None:
