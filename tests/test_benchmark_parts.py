@@ -174,6 +174,24 @@ def test_scores_stand_beside_the_papers() -> None:
     lines = quality_report.scores("ruler-16k", rows).splitlines()
     assert lines[4].startswith("| 64 | **mean** | 50.0 (") and lines[4].endswith(" | 45.0 | - |")
     assert lines[6] == "FullKV alone: CWE 2.0."
+    assert quality_report.means("ruler-16k", rows).splitlines() == [
+        "| budget | FullKV | r6h | r4i4 |",
+        "| --- | --- | --- | --- |",
+        "| 64 | 50.0 (100.0) | 45.0 | - |",
+    ]
+
+
+def test_what_was_not_run_has_the_papers_scores_of_every_selector_and_budget() -> None:
+    lines = quality_report.not_run({name for name in RECIPES if name not in ("math500", "infinitebench")})
+    assert "python benchmark/task_quality.py math500 " in lines and "ruler" not in lines
+    assert "| math500 | 94.0 | r8i4 | 54.5 | 80.5 | 91.0 | 92.0 | 94.0 | 93.5 |" in lines
+    selectors = [line.split(" | ")[2] for line in lines.splitlines() if line.startswith("| math500 |")]
+    assert selectors == ["Oracle", "r8i4", "r4i4", "r2i4", "Quest"]
+    # The paper has no other rank there.
+    selectors = [
+        line.split(" | ")[2] for line in lines.splitlines() if line.startswith("| infinitebench |")
+    ]
+    assert selectors == ["Oracle", "r8i4", "Quest"]
 
 
 def test_answers_of_a_reasoning_model() -> None:

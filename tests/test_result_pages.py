@@ -151,6 +151,36 @@ def test_figures_are_of_one_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines["FlashInfer, dense"] == [80.0] and lines["ours, r4i4"] == [40.0]
 
 
+def test_tokens_a_second_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the contexts that ran at more than one batch; dense is the faster backend."""
+    pytest.importorskip("matplotlib", reason="needs pip install '.[bench]'")
+    import plots
+
+    rows = [step("dense:fa3", 10.0), step("dense:flashinfer", 8.0), step("locks:r6h", 5.0)]
+    rows += [{**row, "batch": 4, "pipelined_ms": 2 * row["pipelined_ms"]} for row in rows]
+    rows += pair(GLM, 9.0, 3.0, context=16384)
+    lines = drawn(lambda steps, path: plots.batches(steps, [], path), rows, monkeypatch)
+    assert lines == {"64K, dense": [125.0, 250.0], "64K, sparse r6h": [200.0, 400.0]}
+
+
+def test_quality_of_two_lengths(write: Write) -> None:
+    row = {"model": "m", "prompts": 5, "length": 1024, "format": None, "budget": None, "score": 90.0}
+    tasks = ("niah_single_1", "ruler_vt")
+    rows = [{**row, "selector": "FullKV", "task": task} for task in tasks]
+    rows += [{**row, "selector": "quest", "task": task, "budget": 64, "score": 40.0} for task in tasks]
+    write("quality-ruler-synthetic-cpu", rows)
+    assert make_results.quality().count("### ruler-synthetic") == 1
+    longer = [{**row, "length": 4096} for row in rows if row["task"] == tasks[0]]
+    write("quality-ruler-synthetic-4096-cpu", longer)
+    page = make_results.quality()
+    assert "(m, 5 prompts a task of 1,024 tokens)" in page and "of 4,096 tokens)" in page
+    means = make_results.quality_means()
+    assert "| 64 | 90.0 (100.0) | 40.0 (79.8) |" in means and "4,096" not in means
+    assert "task_quality.py ruler-synthetic" in make_results.quality_not_run()  # another model's
+    write("quality-ruler-synthetic-h200", [{**row, "model": "Llama-3.1-8B-Instruct"} for row in rows])
+    assert "task_quality.py ruler-synthetic" not in make_results.quality_not_run()
+
+
 def profiled(variant: str, kernels: list[tuple[str, float]], **waits: int) -> dict[str, Any]:
     """A row as ``decode_step.py --profile`` writes it."""
     layer = [{"kernel": name, "us": us, "gap_us": 0.5} for name, us in kernels]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ THROUGHPUT_HEAD = [
     "tokens/s", "gain", "batch", "cached", "KV pool, tokens",
 ]  # fmt: skip
 NOT_RUN = "Not run yet."
+QUALITY_ALSO = {"ruler-synthetic": ("ruler-synthetic-4096",)}
 THROUGHPUT_FIGURES = {"h200": "throughput.svg", "cpu": "throughput_cpu.svg"}
 
 
@@ -215,29 +216,44 @@ def host_ttft(machine: str) -> str:
 
 
 def quality() -> str:
-    """Scores of every recipe that has a result here, each with its origin."""
-    parts = []
-    for name in quality_report.RECIPES:
-        for machine in ("h200", "cpu"):
-            result = newest(f"quality-{name}", machine)
-            for model, rows in by_model(result["rows"]).items() if result else ():
-                setting = f"{model}, {rows[0]['prompts']} prompts a task"
-                setting += f" of {rows[0]['length']:,} tokens" if rows[0]["length"] else ""
-                parts.append(
-                    f"### {name} ({setting})\n\n{quality_report.scores(name, rows)}\n\n{origin(result)}"
-                )
+    """Scores of every run of a recipe here, each with its origin."""
+    parts = [
+        f"### {name} ({quality_setting(rows)})\n\n{quality_report.scores(name, rows)}\n\n{origin(result)}"
+        for name, result, rows in quality_runs()
+    ]
     return "\n\n".join(parts) or NOT_RUN
+
+
+def quality_means() -> str:
+    """Means over the tasks of every run of more than one task."""
+    parts = [
+        f"{name}, {quality_setting(rows)}:\n\n{quality_report.means(name, rows)}\n\n{origin(result)}"
+        for name, result, rows in quality_runs()
+        if len({row["task"] for row in rows}) > 1
+    ]
+    return "\n\n".join(parts) or NOT_RUN
+
+
+def quality_runs() -> Iterator[tuple[str, dict[str, Any], Rows]]:
+    """Recipe, result and rows of a model, of every result; QUALITY_ALSO names those of other lengths."""
+    for name in quality_report.RECIPES:
+        for run in (name, *QUALITY_ALSO.get(name, ())):
+            for machine in ("h200", "cpu"):
+                result = newest(f"quality-{run}", machine)
+                for rows in by_model(result["rows"]).values() if result else ():
+                    yield name, result, rows
+
+
+def quality_setting(rows: Rows) -> str:
+    length = f" of {rows[0]['length']:,} tokens" if rows[0]["length"] else ""
+    return f"{rows[0]['model']}, {rows[0]['prompts']} prompts a task{length}"
 
 
 def quality_not_run() -> str:
     """Recipes without a result of the paper's model."""
-    done = set()
-    for name, recipe in quality_report.RECIPES.items():
-        found = [newest(f"quality-{name}", machine) for machine in ("h200", "cpu")]
-        models = {row["model"] for result in found if result for row in result["rows"]}
-        if recipe.model.split("/")[1] in models:
-            done.add(name)
-    return quality_report.not_run(done)
+    ran = {(name, rows[0]["model"]) for name, _, rows in quality_runs()}
+    recipes = quality_report.RECIPES.items()
+    return quality_report.not_run({name for name, r in recipes if (name, r.model.split("/")[1]) in ran})
 
 
 def fidelity(study: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
@@ -257,13 +273,15 @@ def figures() -> None:
     import plots
 
     folder = ROOT / "docs" / "figures"
-    plots.step_time(needed("decode_step")["rows"], folder / "step_time.svg")
+    steps, hosted = needed("decode_step"), newest("host_tier")
+    host_rows = first(hosted["rows"], plan_report.MAIN) if hosted else []
+    plots.step_time(steps["rows"], folder / "step_time.svg")
     plots.layer_time(needed("kernel_floor")["rows"], folder / "layer_time.svg")
-    steps = plan_report.pairs(needed("decode_step")) + plan_report.host_pairs(newest("host_tier"))
-    plots.plan(steps, folder / "plan.svg")
-    if tier := newest("host_tier"):
+    plots.batches(first(steps["rows"], step_report.MAIN), host_rows, folder / "batches.svg")
+    plots.plan(plan_report.pairs(steps) + plan_report.host_pairs(hosted), folder / "plan.svg")
+    if host_rows:
         predict = partial(plan_report.predict, fixed=plan_report.costs.load())
-        plots.host_tier(first(tier["rows"], plan_report.MAIN), predict, folder / "host_tier.svg")
+        plots.host_tier(host_rows, predict, folder / "host_tier.svg")
     plots.fidelity(needed("fidelity", "cpu")["rows"], folder / "fidelity.svg")
     plots.auto_budget(needed("fidelity_auto", "cpu")["rows"], folder / "auto_budget.svg")
     for machine, name in THROUGHPUT_FIGURES.items():
@@ -286,6 +304,8 @@ PAGES: dict[Path, pages.Parts] = {
         "host_ttft": lambda: host_ttft("h200"),
         "cpu_step": cpu_step,
         "cpu_throughput": lambda: throughput("cpu"),
+        "fidelity_selectors": lambda: f"{selection('selectors')}\n\n{origin(needed('fidelity', 'cpu'))}",
+        "quality_means": quality_means,
     },
     ROOT / "docs" / "plan.md": {
         "constants": lambda: plan_report.constants(needed("decode_step")),

@@ -132,6 +132,57 @@ def host_tier(rows: Rows, predict: Callable[[dict[str, Any]], float], path: Path
     save(figure, [bars, steps], path)
 
 
+def batches(steps: Rows, hosted: Rows, path: Path) -> None:
+    """Tokens a second against the batch: of steps with KV on the GPU, and of the largest of the host tier.
+
+    Args:
+        steps: of ``decode_step``, of one model; contexts that ran at one batch alone are left out.
+        hosted: of ``host_tier``, of one model; empty where it was not run.
+    """
+    figure, (resident, host) = pyplot.subplots(1, 2, figsize=(10, 4))
+    cases = step_report.of_cases(steps)
+    contexts = sorted({context for _, context in cases})
+    several = [context for context in contexts if sum(case[1] == context for case in cases) > 1]
+    for number, context in enumerate(several):
+        of_context = sorted((batch, found) for (batch, at), found in cases.items() if at == context)
+        for name, style in (("dense", "x--"), (step_report.DEFAULT, "o-")):
+            points = [
+                (batch, 1000 * batch / time)
+                for batch, found in of_context
+                if (time := step_report.time_of(found, name, "pipelined_ms"))
+            ]
+            if points:
+                label = f"{context // 1024}K, {name.replace('locks:', 'sparse ')}"
+                resident.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
+    resident.set(
+        xscale="log", yscale="log", xlabel="batch (KV on the GPU)", ylabel="tokens / s, decode alone"
+    )
+    ticks = sorted({batch for batch, context in cases if context in several})
+    resident.xaxis.set_ticks(ticks, map(str, ticks))
+    resident.yaxis.set_ticks(ticks := [100, 200, 500, 1000, 2000], map(str, ticks))
+    for axis in (resident.xaxis, resident.yaxis):
+        axis.set_ticks([], minor=True)
+    for number, context in enumerate(sorted({row["context"] for row in hosted})):
+        largest = [row for row in plan_report.largest(hosted) if row["context"] == context]
+        dense = [row for row in largest if row["budget"] is None]
+        sparse = [row for row in largest if row["tier"] == "host"]
+        if not dense or not sparse:
+            continue
+        start = max(dense, key=lambda row: row["tokens_per_s"])
+        for row in sparse:
+            ends = [(end["batch"], end["tokens_per_s"]) for end in (start, row)]
+            label = f"{context // 1024}K" if row is sparse[0] else ""
+            host.plot(*zip(*ends, strict=True), "-", lw=0.8, color=f"C{number}", label=label)
+            host.plot(*ends[1], "o", color=f"C{number}")
+            note = f"{row['hot_share']:.0%}"
+            host.annotate(note, ends[1], textcoords="offset points", xytext=(5, -3), fontsize="x-small")
+        host.plot(start["batch"], start["tokens_per_s"], "x", color=f"C{number}")
+    host.set(xlabel="batch (x dense on the GPU, o KV in host memory, hot share)", ylabel="tokens / s")
+    if hosted:
+        host.legend(frameon=False, fontsize="small")
+    save(figure, [resident, host], path)
+
+
 def fidelity(rows: Rows, path: Path) -> None:
     """Retained mass and recall against the budget, means over texts."""
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 4))

@@ -19,6 +19,7 @@ COLUMNS = {
     "r2i4": "r2i4",
     "quest": "Quest",
 }
+BUDGETS = ("64", "128", "256", "512", "1024", "2048")
 
 Row = dict[str, Any]
 
@@ -73,6 +74,13 @@ def scores(name: str, rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def means(name: str, rows: list[Row]) -> str:
+    """The lines of `scores` that are means over tasks."""
+    head, rule, *lines = scores(name, rows).splitlines()
+    kept = [line.replace(" **mean** |", "") for line in lines if "| **mean** |" in line]
+    return "\n".join([head.replace(" task |", ""), rule.replace(" --- |", "", 1), *kept])
+
+
 def label(row: Row) -> str:
     return row["format"] if row["selector"] == "locks" else row["selector"]
 
@@ -93,26 +101,24 @@ def mean(pairs: list[tuple[float, float | None]] | None, tasks: int) -> str:
 
 
 def not_run(done: set[str]) -> str:
-    """Recipes that are not in ``done``: command, what they need, and what the paper has."""
-    lines = []
-    for name, recipe in RECIPES.items():
-        if name in done:
-            continue
-        lines.append(
-            [
-                f"`python benchmark/task_quality.py {name} --model-path {recipe.model}`",
-                recipe.data or "nothing",
-                paper_means(recipe, name, "FullKV"),
-                " / ".join(paper_means(recipe, name, "r8i4", budget) for budget in ("64", "512", "2048")),
-                " / ".join(paper_means(recipe, name, "Quest", budget) for budget in ("64", "512", "2048")),
-            ]
-        )
-    budgets = "b = 64 / 512 / 2048"
-    head = ["command", "downloads", "paper: FullKV", f"paper: r8i4, {budgets}", f"paper: Quest, {budgets}"]
-    return pages.table(head, lines)
+    """Recipes that are not in ``done``: command and what they need, then what the paper has."""
+    left = {name: recipe for name, recipe in RECIPES.items() if name not in done}
+    commands = [
+        [f"`python benchmark/task_quality.py {name} --model-path {recipe.model}`", recipe.data or "nothing"]
+        for name, recipe in left.items()
+    ]
+    expected = [
+        [name, paper_means(recipe, name, "FullKV", "64"), column, *budgets]
+        for name, recipe in left.items()
+        for column in filter(None, COLUMNS.values())
+        if set(budgets := [paper_means(recipe, name, column, budget) for budget in BUDGETS]) != {"-"}
+    ]
+    head = ["recipe", "FullKV", "selector", *(f"b = {budget}" for budget in BUDGETS)]
+    return f"{pages.table(['command', 'downloads'], commands)}\n\n{pages.table(head, expected)}"
 
 
-def paper_means(recipe: Recipe, name: str, column: str, budget: str = "64") -> str:
-    """The paper's mean over the recipe's tasks."""
+def paper_means(recipe: Recipe, name: str, column: str, budget: str) -> str:
+    """The paper's mean over the recipe's tasks; "-" where it has none."""
     table = paper()[recipe.paper or name][budget]
-    return f"{statistics.mean(table[row][column] for row in recipe.tasks.values()):.1f}"
+    found = [table[row][column] for row in recipe.tasks.values() if column in table[row]]
+    return f"{statistics.mean(found):.1f}" if len(found) == len(recipe.tasks) else "-"
