@@ -227,7 +227,7 @@ def _first(text: str | None) -> str:
 def _placeholder(settings: dict[str, Any]) -> str:
     if "choices" in settings:
         return "{" + ",".join(settings["choices"]) + "}"
-    return settings["metavar"]
+    return f"[{settings['metavar']}]" if settings.get("nargs") == "?" else settings["metavar"]
 
 
 def _help(parser: argparse.ArgumentParser) -> str:

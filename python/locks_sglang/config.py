@@ -14,6 +14,8 @@ SELECTORS = ("off", "locks", "quest", "oracle")
 ATTEND = ("auto", "flashinfer", "native")
 KV_TIERS = ("gpu", "host")
 DEFAULT_PAGE_SIZE = 16
+AUDIT_INTERVAL = 100
+"""Decode steps between audits where they are asked for without a number."""
 
 
 class LocksError(ValueError):
@@ -100,9 +102,12 @@ class LocksConfig:
     )
     audit_interval: int = _option(
         0,
-        "Measure every N decode steps, on one audited layer in turn and a few requests, the attention "
-        "mass that the selected pages really retained; 0 is never.",
+        "Measure every so many decode steps, on one audited layer in turn and a few requests, the "
+        "attention mass that the selected pages really retained; without a number every "
+        f"{AUDIT_INTERVAL} steps, 0 is never.",
         type=int,
+        nargs="?",
+        const=AUDIT_INTERVAL,
         metavar="STEPS",
     )
     audit_layers: int = _option(

@@ -59,6 +59,13 @@ def test_command_line(prepare: Callable[..., Any]) -> None:
     assert activation.config_of(args) == LocksConfig(**CHOSEN)
 
 
+@pytest.mark.parametrize("after", [(), ("--sparse-decode-budget", "512")], ids=str)
+def test_audits_without_a_number(prepare: Callable[..., Any], after: tuple[str, ...]) -> None:
+    args = prepare("--sparse-decode", "locks", "--sparse-decode-audit-interval", *after)
+    assert activation.config_of(args).audit_interval == 100
+    assert activation.config_of(prepare("--sparse-decode", "locks")).audit_interval == 0
+
+
 def test_yaml_file(prepare: Callable[..., Any], tmp_path: Path) -> None:
     keys = {flag_name(name).removeprefix("--"): value for name, value in CHOSEN.items()}
     config = tmp_path / "server.yaml"

@@ -64,11 +64,21 @@ def run_to_the_end(command: list[str], said: Path) -> str:
     finally:
         process.terminate()  # it stops its server
         process.wait(timeout=30)
+        _, left = psutil.wait_procs(seen, timeout=5)
+        left = [child for child in left if is_up(child)]
+        for child in left:
+            child.kill()
     assert process.returncode == 0, said.read_text()
     assert len(servers) == 2 and len(seen) > len(servers)
-    _, left = psutil.wait_procs(seen, timeout=5)
     assert not left
     return said.read_text()
+
+
+def is_up(child: psutil.Process) -> bool:
+    """Whether it runs still; one that has ended may wait to be seen off by the system."""
+    with suppress(psutil.NoSuchProcess):
+        return child.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def leads_a_session(child: psutil.Process) -> bool:
