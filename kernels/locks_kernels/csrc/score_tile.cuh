@@ -238,6 +238,9 @@ __device__ __forceinline__ void load_coefficients(const char* stage, int member,
   }
 }
 
+// Adds to a sum, or begins it.
+__device__ __forceinline__ void add_to(float& sum, float term, bool begin) { sum = begin ? term : sum + term; }
+
 // Sums over the tokens of exp2(logits - shift), partial: a lane has the tokens of its columns.
 // `sums[page]` is for query head n.
 template <bool kShift>
@@ -281,7 +284,6 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kTile], const char* sta
       }
     }
     if constexpr (kPaddedRank <= 8) {
-      sums[first] = sums[second] = 0.0f;
 #pragma unroll
       for (int m = 0; m < kPage / 2; m += 8) {
         uint32_t b0[2], b1[2];  // [even or odd tokens]
@@ -301,8 +303,8 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kTile], const char* sta
           } else {
             mma_f16_k16(d, a[0], a[1], a[2], a[3], b0[odd], b1[odd], start);
           }
-          sums[first] += exp2_approx(d[0]) + exp2_approx(d[1]);
-          sums[second] += exp2_approx(d[2]) + exp2_approx(d[3]);
+          add_to(sums[first], exp2_approx(d[0]) + exp2_approx(d[1]), m + odd == 0);
+          add_to(sums[second], exp2_approx(d[2]) + exp2_approx(d[3]), m + odd == 0);
         }
       }
     } else {
@@ -319,7 +321,6 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kTile], const char* sta
           a[2 * half] = finish_projection(sums8, query, s0, s1);
           a[2 * half + 1] = 0u;
         }
-        sums[page] = 0.0f;
 #pragma unroll
         for (int m = 0; m < kPage / 2; m += 8) {
           uint32_t b0[2], b1[2];
@@ -331,7 +332,7 @@ __device__ __forceinline__ void sum_tokens(float (&sums)[kTile], const char* sta
           for (int odd = 0; odd < 2; ++odd) {
             float d[4];
             mma_f16_k16(d, a[0], 0u, a[2], 0u, b0[odd], b1[odd], start);
-            sums[page] += exp2_approx(d[0]) + exp2_approx(d[1]);
+            add_to(sums[page], exp2_approx(d[0]) + exp2_approx(d[1]), m + odd == 0);
           }
         }
       }
