@@ -151,7 +151,8 @@ def print_times(rows: list[dict[str, Any]], key: str) -> None:
     cases = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
     found = {(row["variant"], row["batch"], row["context"]): row[key] for row in rows}
     marked = {(row["variant"], row["batch"], row["context"]) for row in rows if ran_dense(row)}
-    print(f"{'batch x context':>18}" + "".join(f"{name:>18}" for name in names))
+    width = max(18, *(len(name) + 2 for name in names))
+    print(f"{'batch x context':>18}" + "".join(f"{name:>{width}}" for name in names))
     for batch, context in cases:
         times = {name: found.get((name, batch, context)) for name in names}
         dense = [t for name, t in times.items() if t and name.startswith("dense")]
@@ -160,7 +161,7 @@ def print_times(rows: list[dict[str, Any]], key: str) -> None:
             ratio = f" {min(dense) / t:.2f}x" if t and dense and not name.startswith("dense") else ""
             mark = " D" if (name, batch, context) in marked else ""
             cells.append(f"{t:.3f} ms{ratio}{mark}" if t else "-")
-        print(f"{batch:>6} x {context:<9}" + "".join(f"{cell:>18}" for cell in cells))
+        print(f"{batch:>6} x {context:<9}" + "".join(f"{cell:>{width}}" for cell in cells))
 
 
 def print_agreement(checks: dict[str, list[list[int]]]) -> None:

@@ -10,8 +10,9 @@ did not); otherwise the run ends with an error.  Steps of few tokens run dense i
 ``--sparse-decode-dense-below 0`` is given; the table marks the cases that mostly did with a D.  The result
 file is written after every case; at the end comes a figure of the cases that ran both dense and sparse.
 
-On an H200, with the geometry of GLM-4-9B-Chat-1M and dummy weights (a folder with ``config.json`` is
-enough; the tokenizer is made here), the default grid of 32K and 128K tokens of context:
+On an H200, with the geometry of GLM-4-9B-Chat-1M and dummy weights (a folder with a ``config.json``, such
+as those of benchmark/models, is enough; the tokenizer is made here), the default grid of 32K and 128K tokens
+of context:
 
     python benchmark/throughput.py --model-path glm4-9b-1m-kv4 --load-format dummy \\
         --mem-fraction-static 0.85 --disable-prefill-cuda-graph
@@ -40,6 +41,7 @@ from typing import Any
 import results_file
 import torch
 from gpu_memory import ballast, in_use_gib
+from locks_sglang.dense_steps import left_out
 from result_rows import SERVED_CASE, compared, served_by, served_gains
 from serving import word_tokenizer
 from serving.load import WORKLOADS, Case, drive
@@ -258,7 +260,7 @@ def measure(
     }
     if rows_before is not None and rows_after is not None:
         sparse, dense = (rows_after[name] - rows_before[name] for name in ("rows_sparse", "rows_dense"))
-        check_rows(variant, case, sparse, dense, result["completed"], rows_after["dense_below"])
+        check_rows(variant, case, sparse, dense, result["completed"], rows_after)
         run |= {"rows_sparse": sparse, "rows_dense": dense}
         run["dense_rows_share"] = round(dense / (sparse + dense), 3)
         run |= tier_columns(rows_before, rows_after)
@@ -266,26 +268,28 @@ def measure(
 
 
 def check_rows(
-    variant: Variant, case: Case, sparse: int, dense: int, completed: int, dense_below: int
+    variant: Variant, case: Case, sparse: int, dense: int, completed: int, locks: dict[str, Any]
 ) -> None:
     """ServerFailed where a server did not decode as it should for the lengths of `case`.
 
-    `sparse` and `dense` rows were decoded by a server whose steps of fewer than `dense_below` tokens run
-    dense. A case whose prompts alone hold as many must be sparse throughout, one whose requests never do
-    dense throughout; between them both may occur.
+    `sparse` and `dense` rows were decoded by a server that runs steps dense which would leave out fewer than
+    ``dense_below`` tokens (`locks` is its section of ``/server_info``). A case whose prompts each leave out
+    as many must be sparse throughout, one whose requests never do dense throughout; between them both may
+    occur.
     """
+    below, budget = locks["dense_below"], locks["budget"]
     due = SPARSE_ROWS_NEEDED * completed * (case.output - 1)
     stray = (1 - SPARSE_ROWS_NEEDED) * (sparse + dense)
-    if case.first_prompt >= dense_below:
+    if left_out(torch.tensor([case.first_prompt]), budget) >= below:
         good = sparse >= due and dense <= stray
-    elif case.concurrency * (case.context + case.output) < dense_below:
+    elif left_out(torch.full((case.concurrency,), case.context + case.output), budget) < below:
         good = dense >= due and sparse <= stray
     else:
         good = sparse + dense >= due
     if not good:
         raise ServerFailed(
             f"{variant.name}, {case}: {sparse} sparse and {dense} dense rows decoded by a server that runs "
-            f"steps of fewer than {dense_below} tokens dense; at least {due:.0f} were due"
+            f"steps dense that would leave out fewer than {below} tokens; at least {due:.0f} were due"
         )
 
 

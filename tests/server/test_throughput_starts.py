@@ -56,15 +56,15 @@ def run_to_the_end(command: list[str], said: Path) -> str:
         begun = time.monotonic()
         while process.poll() is None:
             assert time.monotonic() - begun < 800, said.read_text()
-            up = {child for child in psutil.Process(process.pid).children() if leads_a_session(child)}
-            assert len(up) <= 1, up
-            servers |= up
             seen |= set(psutil.Process(process.pid).children(recursive=True))
+            up = {child for child in psutil.Process(process.pid).children() if leads_a_session(child)}
+            servers |= up
+            assert len(up) <= 1, up
             time.sleep(0.25)
     finally:
         process.terminate()  # it stops its server
         process.wait(timeout=30)
-        _, left = psutil.wait_procs(seen, timeout=5)
+        _, left = psutil.wait_procs(seen | servers, timeout=5)
         left = [child for child in left if is_up(child)]
         for child in left:
             child.kill()
