@@ -11,8 +11,8 @@ did not); otherwise the run ends with an error.  Steps of few tokens run dense i
 file is written after every case; at the end comes a figure of the cases that ran both dense and sparse.
 
 On an H200, with the geometry of GLM-4-9B-Chat-1M and dummy weights (a folder with a ``config.json``, such
-as those of benchmark/models, is enough; the tokenizer is made here), the default grid of 32K and 128K tokens
-of context:
+as those of benchmark/models, is enough; the tokenizer is made here), the default grid of 32K and 128K
+tokens of context:
 
     python benchmark/throughput.py --model-path glm4-9b-1m-kv4 --load-format dummy \\
         --mem-fraction-static 0.85 --disable-prefill-cuda-graph
@@ -272,10 +272,10 @@ def check_rows(
 ) -> None:
     """ServerFailed where a server did not decode as it should for the lengths of `case`.
 
-    `sparse` and `dense` rows were decoded by a server that runs steps dense which would leave out fewer than
-    ``dense_below`` tokens (`locks` is its section of ``/server_info``). A case whose prompts each leave out
-    as many must be sparse throughout, one whose requests never do dense throughout; between them both may
-    occur.
+    `sparse` and `dense` rows were decoded by a server that runs a step dense where it would leave out fewer
+    than ``dense_below`` tokens (`locks` is its part of ``/server_info``). A case whose prompts each leave
+    out as many must be sparse throughout, one whose requests never do dense throughout; between them both
+    may occur.
     """
     below, budget = locks["dense_below"], locks["budget"]
     due = SPARSE_ROWS_NEEDED * completed * (case.output - 1)

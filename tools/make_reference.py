@@ -33,7 +33,7 @@ SERVER_INFO = {
     "budget": "tokens that a request attends unless it asks for another budget",
     "max_budget": "largest budget that a request may ask for, tokens",
     "min_len": "requests with fewer tokens attend everything",
-    "dense_below": "decode steps of fewer tokens, all requests together, run dense; 0 is none",
+    "dense_below": "decode steps that would leave out fewer tokens than this run dense; 0 is none",
     "page_size": "tokens a page",
     "bytes_per_token": "bytes that the summaries add to a token of the KV pool, all layers of this rank",
     "summary_bytes": "bytes of all summaries of this rank",

@@ -1,9 +1,10 @@
 """Decode steps that run dense, because so little KV is faster read than searched.
 
-Scoring and selecting cost some 20 us a layer however short the requests are, about what dense
-attention needs for 100 MiB of keys and values.  A step whose requests hold less than that together
-runs SGLang's own decode attention: the same server, a second CUDA graph for each batch size.  (SGLang
-has such pairs for DeepSeek's sparse attention, too.)  Summaries are built in both.
+Scoring and selecting cost some 13 us a layer however short the requests are, about what dense
+attention needs for 60 MiB of keys and values, and a little more for every further request.  A step that
+would leave out less than that runs SGLang's own decode attention: the same server, a second CUDA graph
+for each batch size.  (SGLang has such pairs for DeepSeek's sparse attention, too.)  Summaries are built
+in both.
 """
 
 from __future__ import annotations
@@ -12,26 +13,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from .config import LocksConfig
 
-# Keys and values of one layer. Measured on an H200 (docs/results.md): at batch 1 with 2 KiB a token and
-# layer, dense is faster at 32K tokens and slower at 64K; at batch 16 the sizes are about the same.
-AUTO_KV_BYTES = 112 << 20
+# Keys and values of one layer that a step has to leave out. Measured on an H200 with 2 KiB a token and
+# layer (docs/results.md): sparse is as fast as dense at 1 x 32K and 4 x 10K tokens, faster above.
+AUTO_KV_BYTES = 60 << 20
+# What a request has to leave out before it counts, since it costs something to score and list: at
+# 16 x 2,560 tokens a step leaves out 8,192 and takes as long as one that leaves out 20,000 less.
+ROW_TOKENS = 1024
 LABEL = "dense"
+
+
+def left_out(lengths: torch.Tensor, budget: int) -> int:
+    """Tokens that a step of requests with ``lengths`` leaves out, without those that pay for its rows."""
+    return int((lengths - (budget + ROW_TOKENS)).clamp_(min=0).sum())
 
 
 class DenseSteps:
     """Decides for every decode step, and tells the two kinds of CUDA graph apart.
 
     Args:
-        below: a step runs dense where its requests hold fewer tokens than this, all together; 0 is never.
+        below: a step runs dense where it would leave out fewer tokens than this (``left_out``); 0 is never.
+        budget: tokens that a request attends, unless it asks for another budget, which is not looked at.
 
     Attributes:
         now: whether the step that began last runs dense.
     """
 
-    def __init__(self, below: int = 0) -> None:
+    def __init__(self, below: int = 0, budget: int = 0) -> None:
         self.below = below
+        self.budget = budget
         self.now = False
         self._capturing: bool | None = None
 
@@ -45,7 +58,7 @@ class DenseSteps:
             return self._capturing
         if not self.below or forward_batch.seq_lens_cpu is None:
             return False
-        return int(forward_batch.seq_lens_cpu.sum()) < self.below
+        return left_out(forward_batch.seq_lens_cpu, self.budget) < self.below
 
     @contextmanager
     def capture(self, dense: bool) -> Iterator[None]:

@@ -61,7 +61,7 @@ class SparseDecode:
         self.policy = PolicyTable(config, self._token_table.shape[0], self.device)
         self.counters = Counters(self.device)
         self.dense_layers: dict[int, str] = {}
-        self.dense_steps = DenseSteps()
+        self.dense_steps = DenseSteps(budget=config.budget)
         self.sparse_layers: list[int] = []
         self.geometry = Geometry.of(
             tokens=self._token_table.shape[1],
@@ -390,7 +390,7 @@ class SparseDecode:
 
     def log_start(self, kv_bytes: int, tokens: int) -> None:
         """The start-up log line, for a KV pool of ``tokens`` tokens."""
-        status = self.describe()
+        status, below = self.describe(), self.dense_steps.below
         logger.info(
             "Sparse decode on: selector %s, record format %s, budget %d tokens, page %d; summaries "
             "%d bytes a token, %.3f GiB beside %.3f GiB of KV for %d tokens, %.3f GiB for decode steps; "
@@ -407,7 +407,9 @@ class SparseDecode:
             status["sparse_layers"],
             len(self.dense_layers),
             "".join(f"; layer {layer}: {why}" for layer, why in self.dense_layers.items()),
-            f"; steps of fewer than {below} tokens run dense" if (below := self.dense_steps.below) else "",
+            f"; steps that would leave out fewer than {below} tokens run dense"
+            if (below := self.dense_steps.below)
+            else "",
         )
         if self._trace is not None:
             logger.warning("Sparse decode writes a trace to %s", self._trace.path.resolve())

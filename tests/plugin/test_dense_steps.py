@@ -23,11 +23,15 @@ def forward(lengths: list[int] | None, decode: bool = True) -> Any:
     return SimpleNamespace(forward_mode=mode, seq_lens_cpu=cpu, batch_size=len(lengths or ()))
 
 
-def test_tokens_of_all_requests_count() -> None:
-    steps = DenseSteps(below=1000)
-    assert steps.begin(forward([999])) and steps.now
-    assert not steps.begin(forward([500, 500])) and not steps.now
-    assert steps.begin(forward([500, 499]))
+def test_tokens_left_out_of_all_requests_count() -> None:
+    """Of each what is beyond the budget and ROW_TOKENS: many requests of little more leave nothing out."""
+    steps = DenseSteps(below=1000, budget=2000)
+    assert steps.begin(forward([3024 + 999])) and steps.now
+    assert not steps.begin(forward([3024 + 1000])) and not steps.now
+    assert not steps.begin(forward([3024 + 500, 3024 + 500]))
+    assert steps.begin(forward([3024 + 500, 3024 + 499]))
+    assert steps.begin(forward([3024 + 999, 10, 3024]))
+    assert steps.begin(forward([3024] * 256))
     assert not steps.begin(forward([10], decode=False))
     assert not steps.begin(forward(None))
     assert not DenseSteps(below=0).begin(forward([1]))
@@ -47,7 +51,7 @@ def test_graphs_are_captured_as_told() -> None:
 @pytest.mark.parametrize(
     ("changes", "on_gpu", "expected"),
     [
-        ({}, True, 57_344),
+        ({}, True, 30_720),
         ({}, False, 0),
         ({"selector": "quest"}, True, 0),
         ({"selector": "oracle"}, True, 0),
@@ -90,9 +94,10 @@ class Dense:
 
 
 @pytest.mark.parametrize("out_of_graph", [False, True])
-def test_the_backend_attends_in_a_dense_step(out_of_graph: bool) -> None:
+def test_the_backend_attends_in_a_dense_step(out_of_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_steps, "ROW_TOKENS", 0)
     rig = Rig(replace(CONFIG, audit_interval=1), [300, 250])
-    rig.state.dense_steps.below = 600
+    rig.state.dense_steps.below = 600 - 2 * CONFIG.budget
     backend = Dense()
     backend.__class__ = make_sparse_class(Dense)
     backend.locks = rig.state  # type: ignore[attr-defined]
@@ -125,6 +130,7 @@ def test_the_backend_attends_in_a_dense_step(out_of_graph: bool) -> None:
 @pytest.mark.parametrize("below", [0, 100])
 def test_graphs_of_both_kinds(monkeypatch: pytest.MonkeyPatch, below: int) -> None:
     """Each captured under a name of its own, which a step then asks for by its lengths."""
+    monkeypatch.setattr(dense_steps, "ROW_TOKENS", 0)
     rig = Rig(CONFIG, [300])
     rig.state.dense_steps.below = below
     monkeypatch.setattr(runtime, "_active", rig.state)
@@ -139,8 +145,8 @@ def test_graphs_of_both_kinds(monkeypatch: pytest.MonkeyPatch, below: int) -> No
     both = [(8, None, "lora", False, "more"), (8, None, "lora-dense", True, "more")]
     assert captured == both[: 2 if below else 1]
     assert scheduler_hooks.capture_one_shape(lambda *_: 1, runner, 8, print) == 1
-    for length, label in ((99, "dense" if below else None), (101, None)):
-        rig.state.dense_steps.begin(forward([length]))
+    for beyond, label in ((99, "dense" if below else None), (101, None)):
+        rig.state.dense_steps.begin(forward([CONFIG.budget + beyond]))
         assert scheduler_hooks.resolve_graph_variant(None, runner, None) == label
 
 
