@@ -21,6 +21,7 @@ import pages
 import plan_report
 import profile_report
 import quality_report
+import start_report
 import step_report
 import tier_report
 from model_rows import Rows, by_model, first
@@ -104,6 +105,23 @@ def flashinfer_attend() -> str:
     """Steps whose selected pages FlashInfer attends, beside those with the native kernel."""
     names = ("FlashInfer attends, GPU alone, ms", "native, ms")
     return beside_decode_step("decode_step_flashinfer_attend", "graph_ms", names)
+
+
+def short_steps() -> str:
+    """Sparse steps of few tokens, all of them sparse, beside dense ones: where the two meet."""
+    result = newest("decode_step_short")
+    if result is None:
+        return NOT_RUN
+    table = partial(step_report.step_table, time="pipelined_ms")
+    return f"{step_report.each_model(result['rows'], table)}\n\n{origin(result)}"
+
+
+def start_up() -> str:
+    """What servers take of the GPU that were started without a flag about memory."""
+    result = newest("start_up")
+    if result is None:
+        return NOT_RUN
+    return f"{step_report.each_model(result['rows'], start_report.memory)}\n\n{origin(result)}"
 
 
 def step_profile() -> str:
@@ -298,7 +316,9 @@ PAGES: dict[Path, pages.Parts] = {
         "flashinfer_attend": flashinfer_attend,
         "decode_step_llama31": partial(decode_step, "decode_step_llama31"),
         "decode_step_glm4_kv2": partial(decode_step, "decode_step_glm4_kv2"),
+        "short_steps": short_steps,
         "step_profile": step_profile,
+        "start_up": start_up,
         "audit_cost": lambda: audit_cost("h200"),
         "throughput": lambda: throughput("h200"),
         "host_ttft": lambda: host_ttft("h200"),
