@@ -1,17 +1,21 @@
 """How much of a selection the next decode step keeps, and what a host tier's hot cache would have held.
 
-    python benchmark/selection_drift.py trace.jsonl
+    python benchmark/selection_drift.py --model-path MODEL --prompts a.txt,b.txt c.txt
+    python benchmark/selection_drift.py --trace trace.jsonl
 
-``trace.jsonl`` is what a server with ``--sparse-decode-trace-file trace.jsonl`` wrote: the pages of every
-decode row and layer.  Each request is looked at alone; its lists go through the cache of
-``locks_kernels.tier`` (the reference on CPU tensors, no keys or values), of sizes in what one step reads.
-Steps in which a layer attends everything are left out.  With ``--machine-name`` a result file is written.
+The first starts a server of a local model and has it answer prompts, each made of the files between two
+commas, one after another (everything that is not listed below goes to SGLang).  The second takes what a
+server with ``--sparse-decode-trace-file trace.jsonl`` wrote: the pages of every decode row and layer.  Each
+request is looked at alone; its lists go through the cache of ``locks_kernels.tier`` (the reference on CPU
+tensors, no keys or values), of sizes in what one step reads.  Steps in which a layer attends everything are
+left out.  With ``--machine-name`` a result file is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,6 +26,8 @@ import results_file
 import torch
 from locks_kernels import Selection, page_view, tier
 from locks_kernels.hot_cache import HotCache
+from serving.server import launched, stop_when_told_to_end
+from tokenizers import Tokenizer
 
 SIZES = (1, 2, 4, 8)
 PAGE = 16
@@ -30,6 +36,19 @@ WARM_UP = 8
 
 Steps = list[list[list[list[int]]]]
 """Step after step, layer by layer: the pages of every KV head, the open one last."""
+
+
+def trace_of(model: Path, prompts: Sequence[str], answer: int, flags: Sequence[str], folder: Path) -> Path:
+    """The trace of a server that answered the prompts one after another with so many greedy tokens each."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    trace = folder / "trace.jsonl"
+    own = ["--model-path", str(model), "--sparse-decode", "locks", "--sparse-decode-trace-file", str(trace)]
+    with launched([*own, *flags], folder / "server.log") as server:
+        for prompt in prompts:
+            text = "\n".join(Path(name).read_text() for name in prompt.split(","))
+            server.generate([tokenizer.encode(text).ids], answer)
+            print(f"answered {prompt}", flush=True)
+    return trace
 
 
 def read(trace: Path) -> dict[str, Steps]:
@@ -102,14 +121,26 @@ def rows_of(trace: Path, sizes: Sequence[float]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("trace", type=Path)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, help="that a server has written")
+    source.add_argument("--model-path", type=Path, help="folder of a model to serve")
+    parser.add_argument("--prompts", nargs="+", default=[], help="FILE[,FILE...] ...")
+    parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--budget", type=int, default=256, help="tokens attended per KV head")
     parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="of the cache, in steps")
     parser.add_argument("--machine-name", help="write a result file under this name")
     parser.add_argument("--out", type=Path, help="folder of the result file")
-    arguments = parser.parse_args()
-    rows = rows_of(arguments.trace, arguments.sizes)
+    arguments, flags = parser.parse_known_args()
+    if arguments.model_path and not arguments.prompts:
+        parser.error("--prompts is empty; legal with --model-path: FILE[,FILE...] ...")
+    with tempfile.TemporaryDirectory() as folder:
+        trace = arguments.trace
+        if trace is None:
+            flags = ["--sparse-decode-budget", str(arguments.budget), *flags]
+            trace = trace_of(arguments.model_path, arguments.prompts, arguments.answer, flags, Path(folder))
+        rows = rows_of(trace, arguments.sizes)
     for row in rows:
         shares = ", ".join(f"{size:g}: {row[f'hot_share_{size:g}']:.1%}" for size in arguments.sizes)
         print(
@@ -122,4 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_when_told_to_end()
     main()

@@ -1,9 +1,13 @@
 """What a trace says of the pages that a selection keeps."""
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import plan_report
+import pytest
 import selection_drift
 
 
@@ -41,3 +45,36 @@ def test_rows_and_their_table(tmp_path: Path) -> None:
     }
     page = plan_report.drift({"rows": [row]}, lambda result: "origin")
     assert "| 5 of 13 | 40 | 75.0% | 87.5% | 100.0% |" in page and page.endswith("origin")
+
+
+def test_a_server_is_asked_and_its_trace_read(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    @contextmanager
+    def launched(flags: Sequence[str], log: Path) -> Iterator[SimpleNamespace]:
+        flags = list(flags)
+        assert flags[flags.index("--sparse-decode-budget") + 1] == "64" and flags[-2:] == ["--dtype", "x"]
+        trace = Path(flags[flags.index("--sparse-decode-trace-file") + 1])
+
+        def generate(prompts: list[list[int]], tokens: int) -> None:
+            asked.append((len(prompts[0]), tokens))
+            with trace.open("a") as lines:
+                for step in range(tokens):
+                    line = {"rid": f"r{len(asked)}", "seq_len": 200 + step, "layer": 0}
+                    lines.write(json.dumps({**line, "pages": [[0, 3, 12]]}) + "\n")
+
+        yield SimpleNamespace(generate=generate)
+
+    monkeypatch.setattr(selection_drift, "launched", launched)
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("some words")
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    flags = ["--model-path", str(demo_model), "--prompts", one, f"{one},{two}", "--answer", "20"]
+    flags += ["--budget", "64", "--sizes", "1", "--dtype", "x"]
+    monkeypatch.setattr("sys.argv", ["selection_drift.py", *flags])
+    selection_drift.main()
+    assert asked == [(2, 20), (5, 20)]  # two texts with a line's end between them
+    said = capsys.readouterr().out
+    assert "r1: 20 steps, 3 of 13 pages; the next step keeps 100.0%" in said and "r2: 20 steps" in said

@@ -73,12 +73,14 @@ class Server:
     def warm_up(self, prompt_tokens: int, requests_together: int) -> None:
         """Prefill a prompt and decode some tokens, alone and together, so that nothing compiles later."""
         for together in {1, requests_together}:
-            body = {
-                "input_ids": [[number + 1] * prompt_tokens for number in range(together)],
-                "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
-            }
-            requests.post(f"{self.url}/generate", json=body, timeout=1200).raise_for_status()
+            self.generate([[number + 1] * prompt_tokens for number in range(together)], 8)
         self.flush_cache()
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        """Greedy answers of exactly so many tokens to prompts of token ids, all at once."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": sampling}
+        requests.post(f"{self.url}/generate", json=body, timeout=1200).raise_for_status()
 
 
 @dataclass
