@@ -3,13 +3,14 @@
 // A cluster of blocks takes one (row, KV head), each block a run of consecutive pages.  Through
 // distributed shared memory they agree on
 //   (1) the log-sum-exp of each query head over all pages,
-//   (2) a histogram of the shares, 64 bins an octave, and so the bin of the last chosen page, which
+//   (2) a histogram of the shares, 16 bins an octave, and so the bin of the last chosen page, which
 //       is split into finer histograms as long as it holds many pages,
 //   (3) the few pages left there, among which the exact order (share, then lower page) decides,
 // and every block writes its part of the list, which is in ascending order.
 //
-// Latency is all that matters here, and between two calls the model's weights push this code out
-// of the caches: short loops over shared memory are faster than unrolled code over registers.
+// Latency is all that matters here: a thread has the scores of a few neighbouring pages in registers from
+// the sums to the keys, and between two calls the model's weights push this code out of the caches, so
+// that everything else is short loops.
 //
 // variant: GROUP=8
 
@@ -46,7 +47,7 @@ struct SelectParams {
   const int* budgets;
   int *pages, *logical, *counts;  // logical may be null
   int kv_heads, page_size, width;
-  int staged_pages;  // most pages of a block whose scores go to shared memory
+  int staged_pages;  // most pages of a block whose physical pages are fetched to shared memory
 };
 
 // All pages of a row, where they fit the list, by the first `blocks` blocks of the cluster.
@@ -67,71 +68,127 @@ struct Scores {
   int64_t stride;
 };
 
-// Starts copying the scores of this block's pages to shared memory; `aligned` allows 16 bytes at a time.
-__device__ __forceinline__ void stage(const Scores& scores, float* target, int count, bool aligned) {
-  const uint64_t policy = read_once_policy();
-#pragma unroll 1
+// Scores of the pages from `i` on, as far as there are; -infinity behind them.
+using Run = float[kGroup][kRun];
+
+// kPacked: aligned to 16 bytes, and there is memory behind a row's last page up to the next multiple of kRun.
+template <bool kPacked>
+__device__ __forceinline__ void load_run(Run& run, const Scores& scores, int i, int count) {
+#pragma unroll
   for (int g = 0; g < kGroup; ++g) {
-    const float* from = scores.at + g * scores.stride;
-    const uint32_t to = shared_address(target + g * count_pitch(count));
-    if (aligned) {
-      for (int i = 4 * threadIdx.x; i < count; i += 4 * kSelectThreads) copy_async<16>(to + 4 * i, from + i, policy);
+    const float* from = scores.at + g * scores.stride + i;
+    if constexpr (kPacked) {
+      const float4 four = i < count ? __ldcg(reinterpret_cast<const float4*>(from)) : float4{};
+      run[g][0] = four.x, run[g][1] = four.y, run[g][2] = four.z, run[g][3] = four.w;
     } else {
-      for (int i = threadIdx.x; i < count; i += kSelectThreads) copy_async<4>(to + 4 * i, from + i, policy);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) run[g][k] = i < count ? __ldcg(from + min(k, count - 1 - i)) : 0.0f;
+    }
+  }
+  if (i + kRun > count) {
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) run[g][k] = i + k < count ? run[g][k] : -INFINITY;
     }
   }
 }
 
-// Each warp takes every kParts-th run of 32 pages of one query head: the largest score and the sum
-// of exp2(score - largest) of these go to shared.partial.
-__device__ __forceinline__ void sum_scores(Shared& shared, const Scores& scores, int count) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head = warp % kGroupPower, part = warp / kGroupPower;
-  if (head >= kGroup) return;
-  const float* from = scores.at + head * scores.stride;
-  LogSum own{-INFINITY, 0.0f};
-#pragma unroll 4
-  for (int i = 32 * part + lane; i < count; i += 32 * kParts) own.largest = fmaxf(own.largest, from[i]);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) own.largest = fmaxf(own.largest, __shfl_xor_sync(kFullWarp, own.largest, step));
-  own.largest *= kLog2e;
-#pragma unroll 4
-  for (int i = 32 * part + lane; i < count; i += 32 * kParts) {
-    own.sum += exp2_approx(from[i] * kLog2e - own.largest);
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) own.sum += __shfl_xor_sync(kFullWarp, own.sum, step);
-  if (lane == 0) shared.partial[part][head] = own;
+// As ?:, which the compiler would turn into an address where the values are those of an array.
+__device__ __forceinline__ float choose(bool first, float a, float b) {
+  float result;
+  asm("{\n.reg .pred first;\nsetp.ne.u32 first, %3, 0;\nselp.f32 %0, %1, %2, first;\n}\n"
+      : "=f"(result)
+      : "f"(a), "f"(b), "r"(static_cast<unsigned>(first)));
+  return result;
 }
 
-// Keys of this block's pages, their histogram and limits; the sink and the current page are always chosen.
-// Equal scores give equal keys wherever they are, so that ties are ties.
-__device__ __forceinline__ void make_keys(Shared& shared, const Scores& scores, unsigned* keys, int begin,
-                                          int count, int last_page) {
-  float lse[kGroup];
+// Each lane gets one head's result over the warp: the heads are dealt to groups of neighbouring lanes.
+template <typename Join>
+__device__ __forceinline__ float reduce_heads(float (&values)[kGroupPower], Join join) {
 #pragma unroll
-  for (int g = 0; g < kGroup; ++g) lse[g] = shared.lse[g];
+  for (int step = 0; step < 5; ++step) {
+    const int mask = 16 >> step, left = kGroupPower >> (step + 1);  // heads that a lane keeps
+    const bool upper = threadIdx.x & mask;
+    if (left == 0) values[0] = join(values[0], __shfl_xor_sync(kFullWarp, values[0], mask));
+#pragma unroll
+    for (int i = 0; i < kGroupPower / 2; ++i) {
+      if (i >= left) continue;
+      const float low = values[i], high = values[i + left];
+      values[i] = join(choose(upper, high, low), __shfl_xor_sync(kFullWarp, choose(upper, low, high), mask));
+    }
+  }
+  return values[0];
+}
+
+// Log-sums of a warp's runs, by head as reduce_heads deals them.
+__device__ __forceinline__ LogSum sum_run(const Run& run) {
+  constexpr int kLanes = 32 / kGroupPower;
+  float values[kGroupPower];
+#pragma unroll
+  for (int g = 0; g < kGroupPower; ++g) {
+    values[g] = g < kGroup ? fmaxf(fmaxf(run[g % kGroup][0], run[g % kGroup][1]),
+                                   fmaxf(run[g % kGroup][2], run[g % kGroup][3]))
+                           : -INFINITY;
+  }
+  const float largest = kLog2e * reduce_heads(values, [](float a, float b) { return fmaxf(a, b); });
+  const float shift = largest == -INFINITY ? 0.0f : largest;
+#pragma unroll
+  for (int g = 0; g < kGroupPower; ++g) {
+    const float of_head = __shfl_sync(kFullWarp, shift, g * kLanes);
+    values[g] = 0.0f;
+    if (g < kGroup) {
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) values[g] += exp2_approx(run[g % kGroup][k] * kLog2e - of_head);
+    }
+  }
+  return LogSum{largest, reduce_heads(values, [](float a, float b) { return a + b; })};
+}
+
+// Keys of a run, their histogram and limits; the sink and the current page are always chosen.  Equal
+// scores give equal keys wherever they are, so that ties are ties.
+__device__ __forceinline__ uint4 make_keys(Shared& shared, const Run& run, int i, int begin, int count, int last_page,
+                                           unsigned& lowest, unsigned& highest) {
+  float shares[kRun] = {};
+#pragma unroll
+  for (int g = 0; g < kGroup; ++g) {
+    const float lse = shared.lse[g];
+#pragma unroll
+    for (int k = 0; k < kRun; ++k) shares[k] += exp2_approx(run[g][k] * kLog2e - lse);
+  }
   const KeyRange ranked = kRankedKeys;
-  unsigned lowest = ~0u, highest = 0;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-    float share = 0.0f;
+  unsigned keys[kRun];
 #pragma unroll
-    for (int g = 0; g < kGroup; ++g) share += exp2_approx(scores.at[g * scores.stride + i] * kLog2e - lse[g]);
-    const int page = begin + i;
-    const unsigned key = page == 0 || page == last_page ? kFixed : __float_as_uint(share);
-    keys[i] = key;
-    if (ranked.holds(key)) {
-      atomicAdd(&shared.local[share_bin(key)], 1u);
-      lowest = min(lowest, key);
-      highest = max(highest, key);
+  for (int k = 0; k < kRun; ++k) {
+    const int page = begin + i + k;
+    keys[k] = page == 0 || page == last_page ? kFixed : __float_as_uint(shares[k]);
+    if (i + k < count && ranked.holds(keys[k])) {
+      atomicAdd(&shared.local[share_bin(keys[k])], 1u);
+      lowest = min(lowest, keys[k]);
+      highest = max(highest, keys[k]);
     }
   }
+  return make_uint4(keys[0], keys[1], keys[2], keys[3]);
+}
+
+// The limits of this block from those of its threads.
+__device__ __forceinline__ void note_limits(Shared& shared, unsigned lowest, unsigned highest) {
   lowest = __reduce_min_sync(kFullWarp, lowest);
   highest = __reduce_max_sync(kFullWarp, highest);
   if (threadIdx.x % 32 == 0) {
     atomicMin(&shared.own_limits.lowest, lowest);
     atomicMax(&shared.own_limits.highest, highest);
+  }
+}
+
+// Calls `each` for the run of keys that this thread has of every kPagesPerBlock pages.
+template <typename Each>
+__device__ __forceinline__ void for_own_keys(const unsigned* keys, int i, int count, Each each) {
+  const uint4 four = *reinterpret_cast<const uint4*>(keys + i);
+  const unsigned own[kRun] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+  for (int k = 0; k < kRun; ++k) {
+    if (i + k < count) each(k, own[k]);
   }
 }
 
@@ -143,38 +200,55 @@ __device__ __forceinline__ void write_list(Shared& shared, const List& list, con
   const int most_ties = threshold.tied ? threshold.need : 0;
   int sure_before = shared.above_before + shared.chosen_before, ties_before = shared.equal_before;
 #pragma unroll 1
-  for (int base = 0, turn = 0; base < count; base += kSelectThreads, turn ^= 1) {
-    const int i = base + threadIdx.x, page = begin + i;
-    const unsigned key = i < count ? keys[i] : 0u;
-    const bool inside = i < count && threshold.range.holds(key);
-    const bool best = key > last.key || (key == last.key && page <= last.page);
-    const bool sure = i < count && (key > threshold.range.high || (inside && !threshold.tied && best));
-    const bool tie = inside && threshold.tied;
-    const unsigned sure_votes = __ballot_sync(kFullWarp, sure), tie_votes = __ballot_sync(kFullWarp, tie);
-    if (lane == 0) shared.counts[turn][warp] = __popc(sure_votes) | __popc(tie_votes) << 16;
+  for (int base = 0, turn = 0; base < count; base += kPagesPerBlock, turn ^= 1) {
+    const int i = base + kRun * threadIdx.x;
+    // Bit k: page i + k is chosen; bit 16 + k: it is tied with the last one chosen.
+    unsigned chosen = 0;
+    if (i < count) {
+      for_own_keys(keys, i, count, [&](int k, unsigned key) {
+        const bool inside = threshold.range.holds(key);
+        const bool best = key > last.key || (key == last.key && begin + i + k <= last.page);
+        if (key > threshold.range.high || (inside && !threshold.tied && best)) chosen |= 1u << k;
+        if (inside && threshold.tied) chosen |= 0x10000u << k;
+      });
+    }
+    const unsigned own = __popc(chosen & 0xffffu) | __popc(chosen >> 16) << 16;
+    unsigned sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      unsigned other = __shfl_up_sync(kFullWarp, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) shared.counts[turn][warp] = sum;
     __syncthreads();
     const unsigned counts = lane < kSelectWarps ? shared.counts[turn][lane] : 0u;
     const unsigned all = __reduce_add_sync(kFullWarp, counts);
-    const unsigned before = __reduce_add_sync(kFullWarp, lane < warp ? counts : 0u);
-    const unsigned lower = (1u << lane) - 1u;
-    const int ties = ties_before + (before >> 16) + __popc(tie_votes & lower);
-    if (sure || (tie && ties < most_ties)) {
-      const int slot = sure_before + (before & 0xffffu) + __popc(sure_votes & lower) + min(ties, most_ties);
-      list.put(slot, page, physical ? physical[i] : list.table[page]);
+    const unsigned before = __reduce_add_sync(kFullWarp, lane < warp ? counts : 0u) + sum - own;
+    if (chosen) {
+      int sure = sure_before + (before & 0xffffu), ties = ties_before + (before >> 16);
+#pragma unroll 1
+      for (int k = 0; k < kRun; ++k, chosen >>= 1) {
+        const bool tie = chosen & 0x10000u;
+        if ((chosen & 1u) || (tie && ties < most_ties)) {
+          const int page = begin + i + k;
+          list.put(sure + min(ties, most_ties), page, physical ? physical[i + k] : list.table[page]);
+        }
+        sure += chosen & 1u;
+        ties += tie;
+      }
     }
     sure_before += all & 0xffffu;
     ties_before += all >> 16;
   }
 }
 
-__global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SelectParams params) {
+// Two blocks a multiprocessor where their scores' registers allow it.
+template <bool kPacked>
+__global__ void __launch_bounds__(kSelectThreads, kGroupPower <= 8 ? 2 : 1)
+    select_kernel(const __grid_constant__ SelectParams params) {
   extern __shared__ __align__(16) char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  // Keys take the place of the first head's scores where these are staged: each is written by the
-  // thread that has just read the scores of its page for the last time.
-  float* room = reinterpret_cast<float*>(raw + kSharedBytes);
-  unsigned* keys = reinterpret_cast<unsigned*>(room);
-  int* physical = reinterpret_cast<int*>(room + kGroup * params.staged_pages);
+  unsigned* keys = reinterpret_cast<unsigned*>(raw + kSharedBytes);
 
   const int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
   Team team{cg::this_cluster(), static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
@@ -196,17 +270,15 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   if (team.rank >= team.size) return;
   const int chunk = count_pitch((present + team.size - 1) / team.size);
   const int begin = min(present, team.rank * chunk), count = min(present, begin + chunk) - begin;
-  const bool staged = count <= params.staged_pages;
-  if (staged) {
+  int* physical = count <= params.staged_pages ? reinterpret_cast<int*>(keys + count_pitch(count)) : nullptr;
+  if (physical) {
     // Physical pages are needed last; fetched here, they are not waited for.
     const uint64_t policy = read_once_policy();
     for (int i = threadIdx.x; i < count; i += kSelectThreads) {
       copy_async<4>(shared_address(physical + i), list.table + begin + i, policy);
     }
   }
-  for (int i = threadIdx.x; i < kBins; i += kSelectThreads) {
-    shared.histogram[0][i] = shared.histogram[1][i] = shared.local[i] = 0;
-  }
+  shared.histogram[0][threadIdx.x] = shared.histogram[1][threadIdx.x] = shared.local[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.above = shared.equal = shared.candidates = 0;
     shared.last = Candidate{kFixed, -1};
@@ -218,8 +290,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   let_next_kernel_start();
 
   Scores scores{nullptr, params.score_head_stride};
-  const bool packed = params.score_row_stride == 0;
-  if (packed) {
+  if constexpr (kPacked) {
     const int first = params.row_tiles[row], tiles = params.row_tiles[row + 1] - first;
     // A row that did not fit the workspace attends everything.
     if (tiles == 0) {
@@ -235,37 +306,52 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   }
   if (team.rank == 0 && head == 0 && threadIdx.x == 0) params.counts[row] = budget;
 
-  if (staged) {
-    stage(scores, room, count, packed);
-    scores = Scores{room, count_pitch(count)};
-    copies_wait();
-    __syncthreads();
-  }
-  sum_scores(shared, scores, count);
+  const int first_run = kRun * threadIdx.x;
+  Run run;
   if (params.lse != nullptr) {
     if (threadIdx.x < kGroup) {
       const int64_t q_head = (static_cast<int64_t>(row) * params.kv_heads + head) * kGroup + threadIdx.x;
       shared.lse[threadIdx.x] = params.lse[q_head] * kLog2e;
     }
+    load_run<kPacked>(run, scores, first_run, count);
     team.sync();
   } else {
+    LogSum own{-INFINITY, 0.0f};
+#pragma unroll 1
+    for (int base = 0; base < count; base += kPagesPerBlock) {
+      load_run<kPacked>(run, scores, base + first_run, count);
+      own = join(own, sum_run(run));
+    }
+    constexpr int kLanes = 32 / kGroupPower;
+    if (threadIdx.x % kLanes == 0) shared.partial[threadIdx.x / 32][threadIdx.x % 32 / kLanes] = own;
     join_team(shared, team);
   }
-  make_keys(shared, scores, keys, begin, count, present - 1);
+
+  unsigned lowest = ~0u, highest = 0;
+#pragma unroll 1
+  for (int base = 0; base < count; base += kPagesPerBlock) {
+    const int i = base + first_run;
+    // The scores of the only round are still there.
+    if (count > kPagesPerBlock) load_run<kPacked>(run, scores, i, count);
+    const uint4 four = make_keys(shared, run, i, begin, count, present - 1, lowest, highest);
+    if (i < count) *reinterpret_cast<uint4*>(keys + i) = four;
+  }
+  note_limits(shared, lowest, highest);
 
   Threshold threshold{kNoKeys, 0, false};
-  // A thread reads the keys that it has written itself.
   if (budget > 2) threshold = find_threshold(shared, team, keys, count, budget - 2);
 
+  // A thread reads the keys that it has written itself.
   int above = 0, equal = 0;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-    const unsigned key = keys[i];
-    above += key > threshold.range.high;
-    if (threshold.range.holds(key)) {
-      ++equal;
-      if (!threshold.tied) shared.own[atomicAdd(&shared.candidates, 1)] = Candidate{key, begin + i};
-    }
+  for (int i = first_run; i < count; i += kPagesPerBlock) {
+    for_own_keys(keys, i, count, [&](int k, unsigned key) {
+      above += key > threshold.range.high;
+      if (threshold.range.holds(key)) {
+        ++equal;
+        if (!threshold.tied) shared.own[atomicAdd(&shared.candidates, 1)] = Candidate{key, begin + i + k};
+      }
+    });
   }
   above = __reduce_add_sync(kFullWarp, above);
   equal = __reduce_add_sync(kFullWarp, equal);
@@ -273,12 +359,13 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
     if (above) atomicAdd(&shared.above, above);
     if (equal) atomicAdd(&shared.equal, equal);
   }
+  copies_wait();
   team.sync();
   count_before(shared, team);
   if (threshold.need > 0 && !threshold.tied) rank_candidates(shared, team, threshold.need);
   // This block reads no other's shared memory from here on, and may not leave before all are there.
   team.arrive();
-  write_list(shared, list, staged ? physical : nullptr, keys, begin, count, threshold);
+  write_list(shared, list, physical, keys, begin, count, threshold);
   team.wait();
 }
 
@@ -288,17 +375,15 @@ constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multipro
 // How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
 struct Shape {
   int cluster, staged_pages, bytes;
-  int least_bytes;  // with no scores staged
 
   // `alone`: no second block is to be on the multiprocessor.
   Shape(int64_t max_pages, int cluster, bool alone) : cluster(cluster) {
     const int most_pages =
         count_pitch(static_cast<int>(std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock)));
-    // Scores of all heads and physical pages, or keys only.
-    const int room = (kMostShared - kSharedBytes) / (4 * (kGroup + 1)) / 4 * 4;
-    staged_pages = std::min({most_pages, alone ? 2 * kPagesPerBlock : kPagesPerBlock, room});
-    least_bytes = kSharedBytes + 4 * most_pages;
-    bytes = std::max(least_bytes, kSharedBytes + 4 * (kGroup + 1) * staged_pages);
+    // Keys, and physical pages where they fit.
+    const int both = kSharedBytes + 8 * most_pages;
+    staged_pages = both <= kMostShared ? most_pages : 0;
+    bytes = staged_pages ? both : kSharedBytes + 4 * most_pages;
     if (alone) bytes = std::max(bytes, kSharedOfTwo + 16);
   }
 };
@@ -306,11 +391,13 @@ struct Shape {
 void prepare(int device) {
   static bool prepared[kMaxDevices] = {};
   if (prepared[device]) return;
-  check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
-             "shared memory of the select kernel");
-  check_cuda(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-             "cluster size of the select kernel");
-  prefer_shared_memory(select_kernel);
+  for (const auto kernel : {select_kernel<true>, select_kernel<false>}) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
+               "shared memory of the select kernel");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "cluster size of the select kernel");
+    prefer_shared_memory(kernel);
+  }
   prepared[device] = true;
 }
 
@@ -331,7 +418,7 @@ int clusters_at_a_time(int device, const Shape& shape) {
     config.attrs = &attribute;
     config.numAttrs = 1;
     // None where the GPU has no clusters of that size.
-    if (cudaOccupancyMaxActiveClusters(&found->second, select_kernel, &config) != cudaSuccess) cudaGetLastError();
+    if (cudaOccupancyMaxActiveClusters(&found->second, select_kernel<true>, &config) != cudaSuccess) cudaGetLastError();
   }
   return found->second;
 }
@@ -350,9 +437,8 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
       }
       if (clusters_at_a_time(device, shape) >= lists) return shape;
     }
-    // Longer runs of pages, whose keys take more than half of a multiprocessor, gain nothing.  Scores of
-    // more than 8 heads take more than that in any case, and then too many blocks only wait.
-    if (cluster == 1 || Shape(max_pages, cluster / 2, false).least_bytes > kSharedOfTwo) {
+    // Longer runs of pages, which take more than half of a multiprocessor, gain nothing.
+    if (cluster == 1 || Shape(max_pages, cluster / 2, false).bytes > kSharedOfTwo) {
       return Shape(max_pages, cluster, false);
     }
   }
@@ -385,7 +471,8 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   const int lists = static_cast<int>(rows * kv_heads);
   const Shape shape = choose_shape(device, max_pages, lists);
   params.staged_pages = shape.staged_pages;
-  launch(select_kernel, dim3(shape.cluster, lists), kSelectThreads, shape.bytes, stream, shape.cluster, params);
+  const auto kernel = score_row_stride == 0 ? select_kernel<true> : select_kernel<false>;
+  launch(kernel, dim3(shape.cluster, lists), kSelectThreads, shape.bytes, stream, shape.cluster, params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select, select);

@@ -17,9 +17,9 @@ struct KeyRange {
 constexpr unsigned kFixed = ~0u;
 constexpr KeyRange kNoKeys{kFixed - 1, kFixed - 1};
 
-// Bins of the first histogram: 64 an octave of shares from 2^-32 to 1, the ends take the rest.
+// Bins of the first histogram: 16 an octave of shares from 2^-32 to 1, the ends take the rest.
 constexpr unsigned kLowest = (127u - 32u) << 23;
-constexpr int kBinShift = 17;
+constexpr int kBinShift = 19;
 
 __device__ __forceinline__ unsigned share_bin(unsigned key) {
   return key <= kLowest ? 0u : min((key - kLowest) >> kBinShift, kBins - 1u);
@@ -30,20 +30,16 @@ __device__ __forceinline__ KeyRange range_of_bin(unsigned bin) {
                   bin == kBins - 1 ? kNoKeys.low - 1u : kLowest + ((bin + 1) << kBinShift) - 1u};
 }
 
-// The block that keeps a bin of a joint histogram: four neighbours together, dealt round.
-__device__ __forceinline__ int bin_owner(const Team& team, unsigned bin) { return (bin >> 2) & (team.size - 1); }
+// The block that keeps a bin of a joint histogram: eight neighbours (32 bytes) together, dealt round.
+__device__ __forceinline__ int bin_owner(const Team& team, unsigned bin) { return (bin >> 3) & (team.size - 1); }
 
 // Adds this block's histogram to the joint one and clears it; the first time all blocks get its limits.
 __device__ __forceinline__ void add_histogram(Shared& shared, Team& team, unsigned* histogram, bool first) {
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kBins / kSelectThreads; ++i) {
-    const int bin = i * kSelectThreads + threadIdx.x;
-    const unsigned found = shared.local[bin];
-    if (found) {
-      atomicAdd(team.at(&histogram[bin], bin_owner(team, bin)), found);
-      shared.local[bin] = 0;
-    }
+  const unsigned bin = threadIdx.x, found = shared.local[bin];
+  if (found) {
+    atomicAdd(team.at(&histogram[bin], bin_owner(team, bin)), found);
+    shared.local[bin] = 0;
   }
   if (first && threadIdx.x < team.size) {
     atomicMin(team.at(&shared.limits.lowest, threadIdx.x), shared.own_limits.lowest);
@@ -55,13 +51,10 @@ __device__ __forceinline__ void add_histogram(Shared& shared, Team& team, unsign
 // Finds, in a joint histogram, the bin that holds the `need`-th largest key: shared.found_bin, in
 // shared.found_above the keys in higher bins, in shared.found_count those in it.
 __device__ __forceinline__ void find_bin(Shared& shared, Team& team, unsigned* histogram, unsigned need) {
-  constexpr int kPerThread = kBins / kSelectThreads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Thread t has the bins from the top: kBins - 1 - kPerThread * t and below.
-  const int top = kBins - kPerThread * (threadIdx.x + 1);
-  const uint4 counts = *reinterpret_cast<const uint4*>(team.at(histogram, bin_owner(team, top)) + top);
-  const unsigned bins[kPerThread] = {counts.w, counts.z, counts.y, counts.x};
-  const unsigned own = bins[0] + bins[1] + bins[2] + bins[3];
+  // The first thread has the highest bin.
+  const unsigned bin = kBins - 1 - threadIdx.x;
+  const unsigned own = *team.at(&histogram[bin], bin_owner(team, bin));
   unsigned sum = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -70,17 +63,12 @@ __device__ __forceinline__ void find_bin(Shared& shared, Team& team, unsigned* h
   }
   if (lane == 31) shared.warp_sums[warp] = sum;
   __syncthreads();
-  unsigned before = sum - own + __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_sums[lane] : 0u);
+  const unsigned before =
+      sum - own + __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_sums[lane] : 0u);
   if (before < need && need <= before + own) {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (before < need && need <= before + bins[i]) {
-        shared.found_bin = top + kPerThread - 1 - i;
-        shared.found_above = before;
-        shared.found_count = bins[i];
-      }
-      before += bins[i];
-    }
+    shared.found_bin = bin;
+    shared.found_above = before;
+    shared.found_count = own;
   }
   __syncthreads();
 }
@@ -102,8 +90,8 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, Team& team, 
   KeyRange range = kRankedKeys;
 #pragma unroll 1
   for (int level = 0;; ++level) {
-    const int shift = max(0, 21 - __clz(range.high - range.low));
-    static_assert(kBins == 1 << 11, "a range is split into at most kBins parts");
+    const int shift = max(0, 23 - __clz(range.high - range.low));
+    static_assert(kBins == 1 << 9, "a range is split into at most kBins parts");
     if (level > 0) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < count; i += kSelectThreads) {
@@ -114,7 +102,7 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, Team& team, 
     unsigned* histogram = shared.histogram[level % 3];
     add_histogram(shared, team, histogram, level == 0);
     // All blocks have read the one of the level before: it is the next but one.
-    for (int i = threadIdx.x; i < kBins; i += kSelectThreads) shared.histogram[(level + 2) % 3][i] = 0;
+    shared.histogram[(level + 2) % 3][threadIdx.x] = 0;
     find_bin(shared, team, histogram, need);
     need -= shared.found_above;
     if (level == 0) {

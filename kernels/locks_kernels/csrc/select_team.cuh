@@ -19,13 +19,14 @@ constexpr int kGroupPower = kGroup <= 1 ? 1 : kGroup <= 2 ? 2 : kGroup <= 4 ? 4 
 
 constexpr int kSelectThreads = 512;
 constexpr int kSelectWarps = kSelectThreads / 32;
-constexpr int kParts = kSelectWarps / kGroupPower;  // warps that share a query head
 constexpr int kMaxCluster = 16;
-constexpr int kBins = 2048;
+constexpr int kBins = kSelectThreads;  // a thread each
 // More than this are ranked (every one against all) more slowly than their range is split.
-constexpr int kMostCandidates = 96;
-// Pages that are worth a block of their own.
-constexpr int kPagesPerBlock = 2048;
+constexpr int kMostCandidates = 128;
+// A thread takes 4 neighbouring pages at a time, whose scores of all heads it holds in registers.
+constexpr int kRun = 4;
+// Pages that a block takes at a time, and that are worth a block of their own.
+constexpr int kPagesPerBlock = kRun * kSelectThreads;
 
 struct LogSum {
   float largest, sum;  // in log2 units: log2(sum) + largest
@@ -47,7 +48,7 @@ struct Shared {
   unsigned histogram[3][kBins];  // of all blocks, a bin on one of them
   unsigned local[kBins];
   unsigned warp_sums[kSelectWarps];
-  LogSum partial[kParts][kGroupPower];
+  LogSum partial[kSelectWarps][kGroupPower];
   LogSum block_sums[kGroupPower];
   float lse[kGroupPower];
   // Keys that are ranked lie between these: this block's, and those of all blocks.
@@ -86,9 +87,9 @@ struct Team {
   }
 };
 
-// LSE of each query head over the team's pages, from the warps' parts in shared.partial.
+// LSE of each query head over the team's pages, from the warps' sums in shared.partial.
 __device__ __forceinline__ void join_team(Shared& shared, Team& team) {
-  // Thread (head, part or block): 16 neighbouring lanes hold what they join.
+  // Thread (head, warp or block): 16 neighbouring lanes hold what they join.
   const int head = threadIdx.x / 16, other = threadIdx.x % 16;
   const bool takes_part = head < kGroupPower;
   LogSum total{-INFINITY, 0.0f};
@@ -101,7 +102,7 @@ __device__ __forceinline__ void join_team(Shared& shared, Team& team) {
   };
   static_assert(kSelectWarps == 16 && kMaxCluster == 16, "join_16");
   __syncthreads();
-  if (takes_part && other < kParts) total = shared.partial[other][head];
+  if (takes_part) total = shared.partial[other][head];
   join_16();
   if (team.size > 1) {
     if (takes_part && other == 0) shared.block_sums[head] = total;
