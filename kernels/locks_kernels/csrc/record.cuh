@@ -99,16 +99,10 @@ constexpr int warps_that_fit(int stages) {
   while (warps > kTeamWarps && !fits(warps, stages)) warps /= 2;
   return warps;
 }
-// Two stages keep enough bytes in flight, and a third was no faster: copies that run further ahead
-// meet more of their own in the memory system.  With two blocks of query heads there are half as
-// many teams, so twice the stages hold as many bytes.
-constexpr int stages_that_fit(int warps) {
-  int stages = 2 * kBlocks;
-  while (stages > 2 && !fits(warps, stages)) --stages;
-  return stages;
-}
-constexpr int kWarps = warps_that_fit(2);
-constexpr int kStages = stages_that_fit(kWarps);
+// Two stages keep enough bytes in flight, and more were no faster, for one block of query heads or two:
+// copies that run further ahead meet more of their own in the memory system.
+constexpr int kStages = 2;
+constexpr int kWarps = warps_that_fit(kStages);
 constexpr int kTeams = kWarps / kTeamWarps;
 constexpr int kCopyWarps = kWarps < 4 ? 1 : kWarps / 4;
 constexpr int kTeamsPerCopyWarp = kTeams / kCopyWarps;
