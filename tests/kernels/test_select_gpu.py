@@ -1,9 +1,12 @@
 """select and score_select on a GPU: the reference's sets, ties, budgets, CUDA graphs."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from gpu_cases import cuda, make_pair
-from locks_kernels import ATTEND_ALL, PageScores, score_select, select
+from locks_kernels import ATTEND_ALL, PageScores, cuda_select, score_select, select
+from locks_kernels.select import Selection
 from locks_kernels.workspace import Workspace
 
 pytestmark = [pytest.mark.gpu, cuda]
@@ -101,6 +104,33 @@ def test_batches_whose_blocks_share_multiprocessors(rows, pages, kv_heads, group
 def test_four_million_tokens_of_several_heads():
     """262,144 pages, in a batch with a row of a single block."""
     check([4 * 2**20 - 5, 1500], [128, 128], 128, kv_heads=4, group=8)
+
+
+@pytest.mark.parametrize("group", [3, 8, 16])
+@pytest.mark.parametrize("pages", [[37_509, 3, 2501, 1], [70_001, 2049], [2048, 2046, 2047]], ids=str)
+def test_packed_scores(pages, group):
+    """As score leaves them, NaN where it writes none; a block takes its pages in one round or in several."""
+    kv_heads, width, tile = 2, 130, 8
+    lengths = torch.tensor([PAGE * count - 7 for count in pages], device="cuda")
+    budgets = torch.tensor([130] * len(pages), dtype=torch.int32, device="cuda")
+    dense = make_scores(len(pages), kv_heads, group, max(pages), lengths)
+    table = make_table(len(pages), max(pages))
+    want = select(
+        dense, table, lengths, budgets, kv_heads=kv_heads, page_size=PAGE, width=width, impl="torch"
+    )
+    tiles = [-(-count // tile) if count > 130 else 0 for count in pages]
+    packed = torch.full((sum(tiles) * tile * kv_heads * group,), torch.nan, device="cuda")
+    first = 0
+    for row, (count, many) in enumerate(zip(pages, tiles, strict=True)):
+        if many:
+            end = first + many * tile * kv_heads * group
+            packed[first:end].view(kv_heads * group, -1)[:, :count] = dense.scores[row, :, :count]
+            first = end
+    row_tiles = torch.tensor([0, *accumulate(tiles)], dtype=torch.int32, device="cuda")
+    got = Selection(*(torch.zeros_like(part) for part in (want.pages, want.logical, want.counts)))
+    lists = (got.pages, got.logical, got.counts)
+    cuda_select.select(packed, None, row_tiles, table, lengths, budgets, kv_heads * group, PAGE, *lists)
+    same(got, want, width)
 
 
 def test_more_pages_than_fit_are_refused():
