@@ -13,7 +13,12 @@ from .config import LocksError
 from .cpu_prefill import run_extend
 from .runtime import SparseDecode
 
-SUPPORTED_BACKENDS = ("FlashAttentionBackend", "FlashInferAttnBackend", "TorchNativeAttnBackend")
+# Classes of SGLang, and what `--attention-backend` calls them.
+SUPPORTED_BACKENDS = {
+    "FlashAttentionBackend": "fa3",
+    "FlashInferAttnBackend": "flashinfer",
+    "TorchNativeAttnBackend": "torch_native",
+}
 
 
 def make_sparse_class(base: type) -> type:
@@ -122,8 +127,8 @@ def adapt(backend: Any) -> None:
     name = type(backend).__name__
     if name not in SUPPORTED_BACKENDS:
         raise LocksError(
-            f"--sparse-decode does not work with the attention backend {name}; "
-            f"legal: {', '.join(SUPPORTED_BACKENDS)}"
+            f"--sparse-decode does not work with the attention backend {name}; legal: --attention-backend "
+            f"{', '.join(SUPPORTED_BACKENDS.values())} (the last on a CPU), for prefill and decode alike"
         )
     if name == "TorchNativeAttnBackend":
         backend._run_sdpa_forward_extend = partial(run_extend, backend._run_sdpa_forward_extend)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from locks_sglang import backend
-from locks_sglang.backend import SUPPORTED_BACKENDS, upgrade, why_dense
+from locks_sglang.backend import upgrade, why_dense
 from locks_sglang.config import LocksError
 from plugin_process import AtLoad
 
@@ -57,7 +57,7 @@ def test_unknown_backend_is_refused() -> None:
     with pytest.raises(LocksError) as error:
         upgrade(made, None)  # type: ignore[arg-type]
     assert "SomeOtherBackend" in str(error.value)
-    assert all(name in str(error.value) for name in SUPPORTED_BACKENDS)
+    assert "legal: --attention-backend fa3, flashinfer, torch_native (" in str(error.value)
     assert type(made) is SomeOtherBackend
 
 
