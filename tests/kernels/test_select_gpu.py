@@ -109,7 +109,7 @@ def test_four_million_tokens_of_several_heads():
 @pytest.mark.parametrize("group", [3, 8, 16])
 @pytest.mark.parametrize("pages", [[37_509, 3, 2501, 1], [70_001, 2049], [2048, 2046, 2047]], ids=str)
 def test_packed_scores(pages, group):
-    """As score leaves them, NaN where it writes none; a block takes its pages in one round or in several."""
+    """As score leaves them, NaN where it writes none; blocks have one round of pages or several."""
     kv_heads, width, tile = 2, 130, 8
     lengths = torch.tensor([PAGE * count - 7 for count in pages], device="cuda")
     budgets = torch.tensor([130] * len(pages), dtype=torch.int32, device="cuda")
