@@ -407,9 +407,7 @@ class SparseDecode:
             status["sparse_layers"],
             len(self.dense_layers),
             "".join(f"; layer {layer}: {why}" for layer, why in self.dense_layers.items()),
-            f"; steps that would leave out fewer than {below} tokens run dense"
-            if (below := self.dense_steps.below)
-            else "",
+            f"; steps that would leave out fewer than {below} tokens run dense" if below else "",
         )
         if self._trace is not None:
             logger.warning("Sparse decode writes a trace to %s", self._trace.path.resolve())

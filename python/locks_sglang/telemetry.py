@@ -12,7 +12,7 @@ METRICS = {
     "locks:rows_sparse": ("counter", "Decode rows that attended fewer pages than they had."),
     "locks:rows_dense": (
         "counter",
-        "Decode rows that attended all their pages: short, or dense by request.",
+        "Decode rows that attended all their pages: short, dense by request, or in a step that ran dense.",
     ),
     "locks:pages_attended": ("counter", "Pages attended, per KV head and layer, summed over rows."),
     "locks:pages_available": ("counter", "Pages present, per KV head and layer, summed over rows."),
@@ -51,6 +51,8 @@ class Counters:
         self.audited_rows = 0
         self._mass: dict[int, tuple[int, float]] = {}
         self._reported: dict[str, int] = {}
+        self._new_mass = (0, 0.0)
+        self._latest_mass: float | None = None
 
     def count_built(self, slots: torch.Tensor, page_size: int) -> None:
         """Count the pages that the writes to ``slots`` completed."""
@@ -61,6 +63,8 @@ class Counters:
         self.audited_rows += 1
         rows, total = self._mass.get(layer, (0, 0.0))
         self._mass[layer] = (rows + 1, total + mass)
+        rows, total = self._new_mass
+        self._new_mass = (rows + 1, total + mass)
 
     @property
     def retained_mass(self) -> float | None:
@@ -83,14 +87,19 @@ class Counters:
         return {**self.totals(), **audit}
 
     def log_line(self) -> str:
-        """Text of the decode log line, over the time since the last one."""
+        """Text of the decode log line, over the time since the last one.
+
+        The retained mass is that of the newest audits, which may be older than that.
+        """
         totals = self.totals()
         since = {name: value - self._reported.get(name, 0) for name, value in totals.items()}
         self._reported = totals
         available = since["pages_available"]
         share = 100 * since["pages_attended"] / available if available else 100.0
-        mass = self.retained_mass
-        audit = f", retained mass: {mass:.4f}" if mass is not None else ""
+        rows, total = self._new_mass
+        if rows:
+            self._latest_mass, self._new_mass = total / rows, (0, 0.0)
+        audit = f", retained mass: {self._latest_mass:.4f}" if self._latest_mass is not None else ""
         return (
             f"Sparse decode, #sparse-row: {since['rows_sparse']}, #dense-row: {since['rows_dense']}, "
             f"pages attended: {since['pages_attended']} of {available} ({share:.1f} %), "

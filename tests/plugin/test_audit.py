@@ -16,6 +16,7 @@ from locks_sglang import runtime, scheduler_hooks
 from locks_sglang.audit import AUDITED_ROWS, AUDITED_ROWS_ON_HOST, _Result, spread
 from locks_sglang.buffers import StepBuffers
 from locks_sglang.config import LocksConfig
+from locks_sglang.telemetry import Counters
 from rig import HEAD_DIM, PAGE, Rig
 
 CONFIG = LocksConfig(selector="locks", budget=64, max_budget=64, audit_interval=1)
@@ -121,6 +122,19 @@ def test_reused_pages_do_not_reach_an_audit(monkeypatch: pytest.MonkeyPatch) -> 
     assert status["audited_rows"] == 1
     assert status["retained_mass"] == pytest.approx(expected, abs=1e-5)
     assert status["retained_mass_by_layer"] == {"0": status["retained_mass"]}
+
+
+def test_the_log_line_has_the_mass_of_the_newest_audits() -> None:
+    """A mean since the start would hide that it has changed."""
+    counters = Counters("cpu")
+    assert "retained mass" not in counters.log_line()
+    for layer, mass in ((0, 0.9), (4, 0.8)):
+        counters.observe_mass(layer, mass)
+    assert counters.log_line().endswith(", retained mass: 0.8500")
+    assert counters.log_line().endswith(", retained mass: 0.8500"), "no audit since"
+    counters.observe_mass(0, 0.5)
+    assert counters.log_line().endswith(", retained mass: 0.5000")
+    assert counters.retained_mass == pytest.approx(2.2 / 3)
 
 
 class Captured:
