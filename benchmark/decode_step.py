@@ -8,8 +8,8 @@ measured.  ``step_ms`` waits for the GPU after every step; ``pipelined_ms`` prep
 the GPU is at the one before, as SGLang's scheduler does by default.  Other streams are kept in use,
 so that no variant has shorter gaps between its kernels by chance (``graph_timing.OtherStreams``).
 A long context need not be prefilled: the pool is filled with keys and values that differ by layer,
-head and page, and the summaries are built by the product's own path.  Steps of few tokens run dense
-unless ``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
+head and page, and the summaries are built by the product's own path.  Steps that would leave little out run
+dense unless ``--sparse-decode-dense-below 0`` is given; the table marks them with a D.
 ``--prefill`` really prefills, to prove that this gives the same step time.  A run that is no plain one
 goes to a file of its own: ``decode_step_prefilled``, ``decode_step_profile``, or as ``--name`` says.
 """

@@ -6,9 +6,10 @@ Every variant is a server of its own on the same GPU, started with the same flag
 listed below goes to SGLang, such as ``--mem-fraction-static`` or ``--max-total-tokens``) and driven by
 SGLang's own serving benchmark with the same prompts.  The prefix cache is emptied before every case, and
 what it gave is a column.  After every case the server must say that it decoded sparse (or, dense, that it
-did not); otherwise the run ends with an error.  Steps of few tokens run dense in a sparse server, unless
-``--sparse-decode-dense-below 0`` is given; the table marks the cases that mostly did with a D.  The result
-file is written after every case; at the end comes a figure of the cases that ran both dense and sparse.
+did not); otherwise the run ends with an error.  Steps that would leave little out run dense in a sparse
+server, unless ``--sparse-decode-dense-below 0`` is given; the table marks the cases that mostly did with a
+D.  The result file is written after every case; at the end comes a figure of the cases that ran both dense
+and sparse.
 
 On an H200, with the geometry of GLM-4-9B-Chat-1M and dummy weights (a folder with a ``config.json``, such
 as those of benchmark/models, is enough; the tokenizer is made here), the default grid of 32K and 128K

@@ -80,7 +80,7 @@ def decode_step(name: str = "decode_step") -> str:
     marked = ""
     if any(ran_dense(row) for row in result["rows"]):
         marked = (
-            "D: a step of so few tokens that it ran dense, in a sparse server "
+            "D: a step that would have left out so little that it ran dense, in a sparse server "
             "(`--sparse-decode-dense-below`).\n\n"
         )
     return f"{step_report.each_model(result['rows'], step_report.steps)}\n\n{marked}{origin(result)}"
@@ -108,7 +108,7 @@ def flashinfer_attend() -> str:
 
 
 def short_steps() -> str:
-    """Sparse steps of few tokens, all of them sparse, beside dense ones: where the two meet."""
+    """Steps that leave little out, all of them sparse, beside dense ones: where the two meet."""
     result = newest("decode_step_short")
     if result is None:
         return NOT_RUN

@@ -42,7 +42,7 @@ class Variant:
         """SGLang's flags for this variant, with `budget` tokens attended per KV head.
 
         `host_gib` is the host memory of a host variant's KV cache; None: the server decides. With
-        `always_sparse` steps of few tokens select pages, too, where a server runs them dense by default.
+        `always_sparse` steps that leave little out select pages, too, which a server runs dense by default.
         """
         flags = ["--attention-backend", self.backend]
         if not self.dense:
