@@ -40,10 +40,7 @@ def profile(step: Callable[[], object]) -> dict[str, Any]:
                 step()
             torch.cuda.synchronize()
         events = recorded.events()
-        kernels = sorted(
-            (event for event in events if not _on_cpu(event) and event.name != MARK),
-            key=lambda event: event.time_range.start,
-        )
+        kernels = _kernels(events)
         end = next(event.time_range.end for event in events if event.name == MARK and _on_cpu(event))
         waits.update(event.name for event in events if event.name in WAITS and event.time_range.end <= end)
         host.append(end - min(event.time_range.start for event in events if _on_cpu(event)))
@@ -67,6 +64,16 @@ def profile(step: Callable[[], object]) -> dict[str, Any]:
         ],
         "layer": layer,
     }
+
+
+def _kernels(events: Any) -> list[Any]:
+    """What ran on the GPU, in order, without the ranges that the host named (SGLang names whole steps).
+
+    A range appears there, too, as long as all that was launched in it, under the name that it has on the host.
+    """
+    named = {event.name for event in events if _on_cpu(event)}
+    found = [event for event in events if not _on_cpu(event) and event.name not in named]
+    return sorted(found, key=lambda event: event.time_range.start)
 
 
 def _on_cpu(event: Any) -> bool:

@@ -12,6 +12,7 @@ import plan_report
 import pytest
 import results_file
 import step_profile
+import torch
 from kernel_case import Case, row
 
 TODAY = results_file.date.today().isoformat()
@@ -146,6 +147,21 @@ def test_a_layer_is_from_one_attention_to_the_next() -> None:
     layer = step_profile._one_layer(events)
     assert [kernel["kernel"] for kernel in layer] == ["out", norm, "mlp", norm, "qkv", flash]
     assert {(kernel["us"], kernel["gap_us"]) for kernel in layer} == {(2, 1)}
+
+
+def test_ranges_that_the_host_named_are_no_kernels() -> None:
+    """SGLang names every step, and the GPU's track has that range from the first to the last kernel."""
+    cpu, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+    events = [
+        SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start))
+        for device, name, start in (
+            (cpu, step_profile.MARK, 0), (cpu, "step[DECODE bs=1]", 1), (cpu, "cudaGraphLaunch", 2),
+            (gpu, step_profile.MARK, 5), (gpu, "step[DECODE bs=1]", 5),
+            (gpu, "attend", 7), (gpu, "score", 5), (gpu, "Memcpy DtoH (Device -> Pinned)", 9),
+        )
+    ]  # fmt: skip
+    names = [event.name for event in step_profile._kernels(events)]
+    assert names == ["score", "attend", "Memcpy DtoH (Device -> Pinned)"]
 
 
 def test_costs_and_gains_of_the_plan_are_of_one_model() -> None:
