@@ -69,7 +69,7 @@ def profile(step: Callable[[], object]) -> dict[str, Any]:
 def _kernels(events: Any) -> list[Any]:
     """What ran on the GPU, in order, without the ranges that the host named (SGLang names whole steps).
 
-    A range appears there, too, as long as all that was launched in it, under the name that it has on the host.
+    A range appears there, too, as long as all that was launched in it, under its name on the host.
     """
     named = {event.name for event in events if _on_cpu(event)}
     found = [event for event in events if not _on_cpu(event) and event.name not in named]
