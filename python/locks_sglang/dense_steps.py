@@ -1,7 +1,7 @@
 """Decode steps that run dense, because so little KV is faster read than searched.
 
-Scoring and selecting cost some 13 us a layer however short the requests are, about what dense
-attention needs for 60 MiB of keys and values, and a little more for every further request.  A step that
+Scoring and selecting cost some 10 us a layer however short the requests are, about what dense
+attention needs for 48 MiB of keys and values, and a little more for every further request.  A step that
 would leave out less than that runs SGLang's own decode attention: the same server, a second CUDA graph
 for each batch size.  (SGLang has such pairs for DeepSeek's sparse attention, too.)  Summaries are built
 in both.
@@ -18,10 +18,9 @@ import torch
 from .config import LocksConfig
 
 # Keys and values of one layer that a step has to leave out. Measured on an H200 with 2 KiB a token and
-# layer (docs/results.md): sparse is as fast as dense at 1 x 32K and 4 x 10K tokens, faster above.
-AUTO_KV_BYTES = 60 << 20
-# What a request has to leave out before it counts, since it costs something to score and list: at
-# 16 x 2,560 tokens a step leaves out 8,192 and takes as long as one that leaves out 20,000 less.
+# layer (docs/results.md).
+AUTO_KV_BYTES = 48 << 20
+# What a request has to leave out before it counts, since it costs something to score and list.
 ROW_TOKENS = 1024
 LABEL = "dense"
 

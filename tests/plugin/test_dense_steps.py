@@ -51,7 +51,7 @@ def test_graphs_are_captured_as_told() -> None:
 @pytest.mark.parametrize(
     ("changes", "on_gpu", "expected"),
     [
-        ({}, True, 30_720),
+        ({}, True, 24_576),
         ({}, False, 0),
         ({"selector": "quest"}, True, 0),
         ({"selector": "oracle"}, True, 0),
