@@ -125,6 +125,8 @@ def adapt(backend: Any) -> None:
         LocksError: its class is not one that sparse decode was made for.
     """
     name = type(backend).__name__
+    if getattr(backend, "fa_impl_ver", 3) == 4:
+        name += " of fa4"  # the same class with other kernels, which were not tested
     if name not in SUPPORTED_BACKENDS:
         raise LocksError(
             f"--sparse-decode does not work with the attention backend {name}; legal: --attention-backend "

@@ -61,6 +61,16 @@ def test_unknown_backend_is_refused() -> None:
     assert type(made) is SomeOtherBackend
 
 
+@pytest.mark.parametrize("version", [3, 4])
+def test_fa4_has_the_class_of_fa3(version: int) -> None:
+    made = type("FlashAttentionBackend", (), {"fa_impl_ver": version})()
+    if version == 3:
+        backend.adapt(made)
+        return
+    with pytest.raises(LocksError, match="FlashAttentionBackend of fa4; legal: --attention-backend fa3"):
+        backend.adapt(made)
+
+
 def test_subclass_of_a_supported_backend_is_refused(at_load: AtLoad) -> None:
     """It may compute something else than the class it comes from."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend

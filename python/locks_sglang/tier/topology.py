@@ -89,15 +89,16 @@ def node_of_gpu(bus_id: str, root: Path = ROOT) -> int:
         if len(legal) == 1:
             return legal[0]
         raise LocksError(
-            f"the system does not say which NUMA node the GPU {bus_id} belongs to; legal: "
-            f"{', '.join(map(str, legal))}, named by hand"
+            f"the system does not say which NUMA node the GPU {bus_id} belongs to; legal: a system that "
+            f"names one of {', '.join(map(str, legal))}, or --sparse-decode-kv-tier gpu"
         )
     if node.number in legal:
         return node.number
     if not node.distances:
         raise LocksError(
             f"the GPU {bus_id} belongs to NUMA node {node.number}, which has no CPUs, and the system gives "
-            f"no distances; legal: {', '.join(map(str, legal))}, named by hand"
+            f"no distances; legal: a system that gives them, to {', '.join(map(str, legal))}, or "
+            "--sparse-decode-kv-tier gpu"
         )
     return min(legal, key=lambda number: (node.distances.get(number, 1 << 30), number))
 
