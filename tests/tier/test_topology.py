@@ -51,7 +51,7 @@ def test_no_distances(tmp_path: Path) -> None:
     for number, cpus in enumerate(("0-3", "4-7", "")):
         machine.node(number, cpus, 64, 32)
     machine.gpu("0000:01:00.0", 2)
-    with pytest.raises(LocksError, match=r"node 2, .*no distances; legal: .*to 0, 1, or --sparse-decode-kv"):
+    with pytest.raises(LocksError, match=r"node 2, .*no distances; legal: .+to 0, 1, or --sparse"):
         node_of_gpu("0000:01:00.0", tmp_path)
 
 
