@@ -1,4 +1,4 @@
-"""Below which context attending everything is faster than selecting: --sparse-decode-min-len.
+"""A layer of a short context, as a decode step meets it: selecting, attending everything, dense.
 
     python benchmark/short_context.py --out benchmark/results
 
@@ -25,7 +25,7 @@ from locks_kernels import ATTEND_ALL
 from locks_kernels.workspace import Workspace
 
 CONTEXTS = (4096, 8192, 16_384, 32_768)
-BATCHES = (1, 4, 16)  # the threshold is one number for all: a request must not depend on its neighbours
+BATCHES = (1, 4, 16)
 TABLE_PAGES = 65_536
 CALLS = 12
 

@@ -173,3 +173,10 @@ def test_what_is_calibrated_needs_a_text(study, capsys):
     with pytest.raises(SystemExit):
         fidelity_main(["--model", "m", "--text", "a.txt", "--study", study])
     assert "needs --calibration" in capsys.readouterr().err
+
+
+def test_texts_of_one_name_are_refused(capsys):
+    """Rows are told apart by the name alone: two texts would count as one."""
+    with pytest.raises(SystemExit):
+        fidelity_main(["--model", "m", "--text", "a/x.txt", "b/x.txt", "--study", "kv"])
+    assert "--text is x.txt, x.txt; legal: files of different names" in capsys.readouterr().err

@@ -175,6 +175,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.study != "kv" and args.calibration is None:
         parser.error(f"--study {args.study} needs --calibration, a text file beside those of --text")
+    names = [path.name for path in args.text]
+    if len(set(names)) < len(names):
+        parser.error(f"--text is {', '.join(names)}; legal: files of different names, which tell rows apart")
     return args
 
 
