@@ -177,7 +177,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--study {args.study} needs --calibration, a text file beside those of --text")
     names = [path.name for path in args.text]
     if len(set(names)) < len(names):
-        parser.error(f"--text is {', '.join(names)}; legal: files of different names, which tell rows apart")
+        parser.error(f"--text is {', '.join(names)}; legal: files of different names")
     return args
 
 
