@@ -284,6 +284,22 @@ REFUSALS = (
         since="0.5.23",
     ),
     Refusal(
+        "--prefill-attention-backend",
+        "prefill_attention_backend",
+        bool,
+        "leave it out; --attention-backend is that of prefill and decode",
+        "another attention backend for prefill than for decode was not tested",
+        untested=True,
+    ),
+    Refusal(
+        "--decode-attention-backend",
+        "decode_attention_backend",
+        bool,
+        "leave it out; --attention-backend is that of prefill and decode",
+        "another attention backend for decode than for prefill was not tested",
+        untested=True,
+    ),
+    Refusal(
         "--pp-size",
         "pp_size",
         _more_than_one,

@@ -31,6 +31,8 @@ COMMAND_LINES = {
     "use_ray": ["--use-ray"],
     "dcp_size": ["--dcp-size", "2"],
     "dp_size": ["--dp-size", "2"],
+    "prefill_attention_backend": ["--prefill-attention-backend", "triton"],
+    "decode_attention_backend": ["--decode-attention-backend", "triton"],
     "pp_size": ["--pp-size", "2"],
     "nnodes": ["--nnodes", "2", "--dist-init-addr", "127.0.0.1:5000"],
 }
