@@ -375,15 +375,17 @@ constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multipro
 // How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
 struct Shape {
   int cluster, staged_pages, bytes;
+  int least_bytes;  // with no physical pages staged
 
   // `alone`: no second block is to be on the multiprocessor.
   Shape(int64_t max_pages, int cluster, bool alone) : cluster(cluster) {
     const int most_pages =
         count_pitch(static_cast<int>(std::max<int64_t>((max_pages + cluster - 1) / cluster, kPagesPerBlock)));
-    // Keys, and physical pages where they fit.
-    const int both = kSharedBytes + 8 * most_pages;
-    staged_pages = both <= kMostShared ? most_pages : 0;
-    bytes = staged_pages ? both : kSharedBytes + 4 * most_pages;
+    // Keys of all pages, and physical pages of a run that is not much longer than a block should have:
+    // most requests are far shorter than the page table has room for.
+    staged_pages = std::min(most_pages, 2 * kPagesPerBlock);
+    least_bytes = kSharedBytes + 4 * most_pages;
+    bytes = std::max(least_bytes, kSharedBytes + 8 * staged_pages);
     if (alone) bytes = std::max(bytes, kSharedOfTwo + 16);
   }
 };
@@ -437,8 +439,8 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
       }
       if (clusters_at_a_time(device, shape) >= lists) return shape;
     }
-    // Longer runs of pages, which take more than half of a multiprocessor, gain nothing.
-    if (cluster == 1 || Shape(max_pages, cluster / 2, false).bytes > kSharedOfTwo) {
+    // Longer runs of pages, whose keys take more than half of a multiprocessor, gain nothing.
+    if (cluster == 1 || Shape(max_pages, cluster / 2, false).least_bytes > kSharedOfTwo) {
       return Shape(max_pages, cluster, false);
     }
   }
