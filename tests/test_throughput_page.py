@@ -7,6 +7,7 @@ from pathlib import Path
 import make_results
 import pytest
 import throughput
+from result_rows import served_gains
 from serving.load import Case
 from serving.server import ServerFailed
 from serving.variants import Variant
@@ -40,6 +41,16 @@ def write(folder: Path, rows: list[dict]) -> None:
     machine = {"gpu": None, "cpu": "x86_64"}
     result = {"machine": machine, "date": "2026-11-30", "commit": "c", "command": "python x", "rows": rows}
     (folder / "throughput-cpu-2026-11-30.json").write_text(json.dumps(result))
+
+
+def test_gains_are_over_the_faster_dense_backend_in_each_respect() -> None:
+    """One backend may give more tokens a second, another the shorter time between them."""
+    sparse = {**ROW, "concurrency": 1, "budget": 512, "itl_ms": 4.0, "tokens_per_s": 30.0}
+    both = ((8.0, 20.0), (6.0, 10.0))
+    dense = [{**sparse, "budget": None, "itl_ms": ms, "tokens_per_s": rate} for ms, rate in both]
+    elsewhere = {**dense[0], "tp": 2, "itl_ms": 1.0, "tokens_per_s": 99.0}
+    assert served_gains(sparse, [sparse, *dense, elsewhere]) == (1.5, 1.5)
+    assert served_gains(sparse, [sparse, elsewhere]) is None
 
 
 def test_gains_and_figure(results: list[dict]) -> None:
