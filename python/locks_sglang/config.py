@@ -68,7 +68,7 @@ class LocksConfig:
         None,
         "Decode steps that would leave out fewer tokens than this, all requests together, run SGLang's own "
         "dense attention, which then is the faster one; of each request what is beyond the server's budget "
-        "and 1024 tokens counts. 0 is never, so that what a request attends does not depend on its "
+        "and 1536 tokens counts. 0 is never, so that what a request attends does not depend on its "
         "neighbours. Default: on a GPU, the tokens of 48 MiB of keys and values a layer (24576 at 2 KiB a "
         "token); elsewhere, and with a trace or another selector than locks, 0.",
         type=int,

@@ -21,7 +21,7 @@ from .config import LocksConfig
 # layer (docs/results.md).
 AUTO_KV_BYTES = 48 << 20
 # What a request has to leave out before it counts, since it costs something to score and list.
-ROW_TOKENS = 1024
+ROW_TOKENS = 1536
 LABEL = "dense"
 
 

@@ -26,12 +26,12 @@ def forward(lengths: list[int] | None, decode: bool = True) -> Any:
 def test_tokens_left_out_of_all_requests_count() -> None:
     """Of each what is beyond the budget and ROW_TOKENS: many requests of little more leave nothing out."""
     steps = DenseSteps(below=1000, budget=2000)
-    assert steps.begin(forward([3024 + 999])) and steps.now
-    assert not steps.begin(forward([3024 + 1000])) and not steps.now
-    assert not steps.begin(forward([3024 + 500, 3024 + 500]))
-    assert steps.begin(forward([3024 + 500, 3024 + 499]))
-    assert steps.begin(forward([3024 + 999, 10, 3024]))
-    assert steps.begin(forward([3024] * 256))
+    assert steps.begin(forward([3536 + 999])) and steps.now
+    assert not steps.begin(forward([3536 + 1000])) and not steps.now
+    assert not steps.begin(forward([3536 + 500, 3536 + 500]))
+    assert steps.begin(forward([3536 + 500, 3536 + 499]))
+    assert steps.begin(forward([3536 + 999, 10, 3536]))
+    assert steps.begin(forward([3536] * 256))
     assert not steps.begin(forward([10], decode=False))
     assert not steps.begin(forward(None))
     assert not DenseSteps(below=0).begin(forward([1]))

@@ -7,9 +7,9 @@ from server import AS_SHIPPED, ServerFailed, ServerPool
 
 # Less of the memory than SGLang takes by default, since the other servers have theirs on the same GPU.
 SHIPPED = (AS_SHIPPED, "--sparse-decode", "locks", "--mem-fraction-static", "0.5")
-# Both kinds of graph are replayed: steps of one request are sparse from 2048 + 1024 + 400 tokens on.
+# Both kinds of graph are replayed: steps of one request are sparse from 2048 + 1536 + 400 tokens on.
 SHIPPED = (*SHIPPED, "--sparse-decode-dense-below", "400")
-FIRST_SPARSE = 3472
+FIRST_SPARSE = 3984
 TRITON = ("--sparse-decode", "locks", "--attention-backend", "triton")
 
 
