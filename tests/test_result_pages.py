@@ -79,6 +79,8 @@ def test_runs_beside_that_of_the_table(write: Write) -> None:
     page = make_results.prefilled()
     assert "| 1 x 65,536 | locks r4i4 | 3.00 | 4.00 | -25.0% |" in page
     assert "| 1 x 131,072 | locks r4i4 | 3.00 | - | - |" in page and "dense fa3" not in page
+    write("decode_step_before-h200", pair(GLM, 9.0, 4.0))
+    assert "| 1 x 65,536 | locks r4i4 | 3.00 | 3.00 | +0.0% |" in make_results.prefilled()
 
 
 def test_parts_whose_file_is_missing_say_so(write: Write) -> None:

@@ -87,12 +87,17 @@ def decode_step(name: str = "decode_step") -> str:
 
 
 def beside_decode_step(name: str, time: str, names: tuple[str, str]) -> str:
-    """Sparse steps of a run that differs in one thing, beside those of ``decode_step``."""
+    """Sparse steps of a run that differs in one thing, beside plain ones with the same kernels.
+
+    Those are the newest of ``decode_step``, or of ``decode_step_before``, which is kept while such runs are
+    older than the newest kernels.
+    """
     result = newest(name)
     if result is None:
         return NOT_RUN
-    others = needed("decode_step")["rows"]
-    return f"{step_report.beside(result['rows'], others, time, names)}\n\n{origin(result)}"
+    others = newest("decode_step_before") or needed("decode_step")
+    table = step_report.beside(result["rows"], others["rows"], time, names)
+    return f"{table}\n\n{origin(result)}\n\nBeside it: commit `{others['commit']}`, {others['date']}."
 
 
 def prefilled() -> str:
