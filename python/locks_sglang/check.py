@@ -166,8 +166,8 @@ def _compiled(model: ModelFacts, config: LocksConfig, gpu: Gpu) -> str:
 
 def _host_memory(machine: Machine) -> str:
     nodes = [
-        f"NUMA node {node.number}: {node.memory_kib / 2**20:.0f} GiB, "
-        + (f"CPUs {node.cpus}" if node.cpus else "no CPUs")
+        f"NUMA node {node.number}: {node.total / 2**30:.0f} GiB, "
+        + (f"CPUs {node.cpu_list}" if node.cpu_list else "no CPUs")
         for node in machine.numa
     ]
     limit = "no limit" if machine.memlock is None else f"at most {machine.memlock / 2**20:,.0f} MiB"

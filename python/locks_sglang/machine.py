@@ -17,7 +17,8 @@ from pathlib import Path
 
 from locks_kernels import build
 
-NUMA_FOLDER = Path("/sys/devices/system/node")
+from .tier import topology
+
 HOPPER = 9
 """Major compute capability that the CUDA kernels were written for and run on."""
 
@@ -39,15 +40,6 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class NumaNode:
-    """A NUMA node; one without CPUs is memory alone, as the GPU's own on a Grace machine."""
-
-    number: int
-    cpus: str
-    memory_kib: int
-
-
-@dataclass(frozen=True)
 class Machine:
     """The facts that ``python -m locks_sglang check`` shows.
 
@@ -59,7 +51,7 @@ class Machine:
         torch_sees_gpu: whether this torch can use one.
         nvcc, nvcc_version: path and release of the CUDA compiler, None where there is none.
         kernels_missing: why CUDA kernels cannot be built here, None where they can.
-        numa: NUMA nodes; empty where the system does not say.
+        numa: NUMA nodes with memory, by number; empty where the system does not say.
         memlock: bytes that a process may lock, None for no limit.
     """
 
@@ -71,7 +63,7 @@ class Machine:
     nvcc: str | None
     nvcc_version: str | None
     kernels_missing: str | None
-    numa: tuple[NumaNode, ...]
+    numa: tuple[topology.Node, ...]
     memlock: int | None
 
 
@@ -123,15 +115,9 @@ def compiler_release(nvcc: str, ask: Run = run) -> str | None:
     return match[1] if match else None
 
 
-def numa_nodes(folder: Path = NUMA_FOLDER) -> tuple[NumaNode, ...]:
-    """NUMA nodes with memory, by number."""
-    nodes = []
-    for path in folder.glob("node[0-9]*"):
-        total = re.search(r"MemTotal:\s+(\d+) kB", (path / "meminfo").read_text())
-        if total and int(total[1]):
-            cpus = (path / "cpulist").read_text().strip()
-            nodes.append(NumaNode(int(path.name.removeprefix("node")), cpus, int(total[1])))
-    return tuple(sorted(nodes, key=lambda node: node.number))
+def numa_nodes(root: Path = topology.ROOT) -> tuple[topology.Node, ...]:
+    """NUMA nodes with memory, by number, as the system lists them."""
+    return tuple(node for node in topology.listed(root).values() if node.total)
 
 
 def memlock_limit() -> int | None:

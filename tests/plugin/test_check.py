@@ -13,7 +13,8 @@ from locks_kernels import build
 from locks_sglang import check, cli, compat, machine, model_facts
 from locks_sglang.config import LocksConfig, LocksError
 from locks_sglang.hooks import HOOKS
-from locks_sglang.machine import Gpu, Machine, NumaNode
+from locks_sglang.machine import Gpu, Machine
+from locks_sglang.tier.topology import Node
 
 MODEL_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,7 +48,7 @@ GRACE = replace(
     nvcc="/usr/local/cuda/bin/nvcc",
     nvcc_version="13.0",
     kernels_missing=None,
-    numa=(NumaNode(0, "0-71", 480 << 20), NumaNode(1, "", 95 << 20)),
+    numa=(Node(0, "0-71", 480 << 30, 0, {}), Node(1, "", 95 << 30, 0, {})),
     memlock=None,
 )
 HOLDING = [compat.Check("a.B.c", "purpose", True)]
@@ -240,14 +241,15 @@ def test_compiler_release() -> None:
 
 def test_numa_nodes(tmp_path: Path) -> None:
     for number, cpus, memory in ((10, "", 98566144), (0, "0-71", 497025920), (2, "72-143", 7), (3, "", 0)):
-        node = tmp_path / f"node{number}"
-        node.mkdir()
+        node = tmp_path / f"sys/devices/system/node/node{number}"
+        node.mkdir(parents=True)
         (node / "cpulist").write_text(f"{cpus}\n")
         (node / "meminfo").write_text(
             f"Node {number} MemTotal:       {memory} kB\nNode {number} MemFree: 1 kB\n"
         )
-    expected = (NumaNode(0, "0-71", 497025920), NumaNode(2, "72-143", 7), NumaNode(10, "", 98566144))
-    assert machine.numa_nodes(tmp_path) == expected
+    (tmp_path / "sys/devices/system/node/node4").mkdir()  # a sandbox's, with nothing in it
+    found = [(node.number, node.cpu_list, node.total >> 10) for node in machine.numa_nodes(tmp_path)]
+    assert found == [(0, "0-71", 497025920), (2, "72-143", 7), (10, "", 98566144)]
     assert machine.numa_nodes(tmp_path / "none") == ()
 
 

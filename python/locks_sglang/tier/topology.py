@@ -20,16 +20,22 @@ class Node:
 
     Attributes:
         number: as the system counts it.
-        cpus: empty for memory alone, as the HBM of a GPU on a Grace machine.
+        cpu_list: CPUs as the system writes them, such as ``0-2,8``; empty for memory alone, as the HBM of a
+            GPU on a Grace machine.
         total, free: bytes; free counts what only caches files, which the system gives up when asked.
         distances: to every node by number, smaller is nearer; empty where the system does not say.
     """
 
     number: int
-    cpus: frozenset[int]
+    cpu_list: str
     total: int
     free: int
     distances: dict[int, int]
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """The CPUs by number."""
+        return numbers_of(self.cpu_list)
 
 
 def nodes(root: Path = ROOT) -> dict[int, Node]:
@@ -37,6 +43,20 @@ def nodes(root: Path = ROOT) -> dict[int, Node]:
 
     An only node has all of the machine's memory, too, where its own file tells of less than half.
     """
+    found = listed(root)
+    # Sandboxes (gVisor) show a folder of a node with neither its CPUs nor its memory,
+    if not host_nodes(found):
+        return {0: _all_of_it(root)}
+    # or with a made-up size.
+    if len(found) == 1:
+        (node,), whole = found.values(), _all_of_it(root)
+        if node.total < _BELIEVED * whole.total:
+            return {node.number: replace(node, total=whole.total, free=whole.free)}
+    return found
+
+
+def listed(root: Path = ROOT) -> dict[int, Node]:
+    """Nodes by number as the system lists them; it may list none, or without CPUs and memory."""
     folder = root / _NODES
     numbers = sorted(int(path.name[4:]) for path in folder.glob("node[0-9]*"))
     found = {}
@@ -46,20 +66,12 @@ def nodes(root: Path = ROOT) -> dict[int, Node]:
         distances = read_text(path / "distance").split()
         found[number] = Node(
             number,
-            numbers_of(read_text(path / "cpulist")),
+            read_text(path / "cpulist").strip(),
             facts.get("MemTotal", 0),
             sum(facts.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)")),
             # The file has one figure for each node, in their order.
             dict(zip(numbers, map(int, distances), strict=False)),
         )
-    # Sandboxes (gVisor) show a folder of a node with neither its CPUs nor its memory,
-    if not host_nodes(found):
-        return {0: _all_of_it(root)}
-    # or with a made-up size.
-    if len(found) == 1:
-        (node,), whole = found.values(), _all_of_it(root)
-        if node.total < _BELIEVED * whole.total:
-            return {node.number: replace(node, total=whole.total, free=whole.free)}
     return found
 
 
@@ -121,7 +133,7 @@ def numbers_of(text: str) -> frozenset[int]:
 
 def _all_of_it(root: Path) -> Node:
     facts = meminfo(root / "proc/meminfo")
-    cpus = numbers_of(read_text(root / "sys/devices/system/cpu/online")) or frozenset({0})
+    cpus = read_text(root / "sys/devices/system/cpu/online").strip() or "0"
     return Node(0, cpus, facts.get("MemTotal", 0), facts.get("MemAvailable", 0), {})
 
 
