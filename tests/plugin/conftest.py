@@ -17,7 +17,7 @@ import source_tree
 import torch
 from filelock import FileLock
 from locks_sglang import compat, cpu_stand_ins
-from plugin_process import AtLoad
+from plugin_process import AtLoad, resolve
 
 pytest.importorskip("sglang", reason="the plugin tests need sglang (make env)")
 
@@ -77,7 +77,7 @@ def at_load(base_flags: list[str]) -> AtLoad:
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
-    dense_args = prepare_server_args(base_flags)
+    dense_args = resolve(prepare_server_args(base_flags))
     return AtLoad(frozenset(HookRegistry._patched), dense_args, dict(os.environ))
 
 

@@ -11,7 +11,7 @@ from locks_sglang import flashinfer_attend
 from locks_sglang.activation import config_of
 from locks_sglang.config import LocksConfig, LocksError
 from locks_sglang.refusals import REFUSALS, REFUSED_VARIABLES, Refusal, check_server_args, resolved
-from plugin_process import AtLoad
+from plugin_process import AtLoad, change, changeable, resolve
 
 # What a user would type, through SGLang's own parser.
 COMMAND_LINES = {
@@ -59,7 +59,7 @@ VALUES: dict[str, Any] = {
 
 @pytest.fixture
 def dense_args(at_load: AtLoad) -> SimpleNamespace:
-    return SimpleNamespace(**vars(at_load.dense_args))
+    return changeable(at_load.dense_args)
 
 
 def check_refused(error: BaseException, row: Refusal) -> None:
@@ -182,9 +182,9 @@ def test_engine_raises_the_same(at_load: AtLoad, base_flags: list[str]) -> None:
 
 def test_checked_again_when_the_server_launches(prepare: Callable[..., Any]) -> None:
     """Code that embeds SGLang may change the arguments after they were parsed."""
-    args = prepare("--sparse-decode", "locks")
+    args = resolve(prepare("--sparse-decode", "locks"))
     args.check_server_args()
-    args.override(source="test", enable_lmcache=True)
+    change(args, enable_lmcache=True)
     with pytest.raises(LocksError, match="--enable-lmcache"):
         args.check_server_args()
 
