@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from locks_sglang import cpu_stand_ins
 from prometheus_client.parser import text_string_to_metric_families
 from serving.ports import server_flags
+from serving.process import ServerFailed, running, wait_until_healthy
 
 ON_GPU = torch.cuda.is_available()
 # Measured on two CPU cores: 28 s alone on the machine; a loaded machine takes several times as long.
@@ -44,15 +45,6 @@ COMMON_FLAGS = (
     *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle", "--skip-server-warmup"),
     *("--max-running-requests", "16"),
 )
-
-
-class ServerFailed(RuntimeError):
-    """The server stopped, or did not become healthy in time. `returncode` may be None."""
-
-    def __init__(self, reason: str, log: str, returncode: int | None) -> None:
-        super().__init__(f"{reason}; the end of its log:\n{_tail(log)}")
-        self.log = log
-        self.returncode = returncode
 
 
 @dataclass(frozen=True)
@@ -173,13 +165,14 @@ def launch(
 
     Raises ServerFailed when the server stops before it is healthy, or is not healthy after `timeout_s`.
     """
-    process, port, log_path = _start(model, flags, log_dir, env)
-    server = Server(f"http://127.0.0.1:{port}", log_path, process)
-    try:
-        _wait_until_healthy(server, timeout_s)
+    port, ports = server_flags()
+    log_path = log_dir / f"server-{port}.log"
+    base = {**os.environ, **(env or {})}
+    environment = base if ON_GPU else cpu_stand_ins.environment(base)
+    with running(_command(model, ports, flags), log_path, environment) as process:
+        server = Server(f"http://127.0.0.1:{port}", log_path, process)
+        wait_until_healthy(server.base_url, process, log_path, timeout_s)
         yield server
-    finally:
-        _stop_tree(process)
 
 
 def launch_refused(
@@ -262,63 +255,15 @@ class ServerPool:
         context.__exit__(None, None, None)
 
 
-def _start(
-    model: Path | str, flags: Sequence[str], log_dir: Path, env: Mapping[str, str] | None
-) -> tuple[subprocess.Popen[bytes], int, Path]:
-    port, ports = server_flags()
-    log_path = log_dir / f"server-{port}.log"
+def _command(model: Path | str, ports: Sequence[str], flags: Sequence[str]) -> list[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     machine = GPU_FLAGS if ON_GPU else cpu_stand_ins.SERVER_FLAGS
     if flags[:1] == (AS_SHIPPED,):
         machine, flags = (), flags[1:]
-    command += [*ports, *machine, *COMMON_FLAGS, *flags]
-    base = {**os.environ, **(env or {})}
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=base if ON_GPU else cpu_stand_ins.environment(base),
-            start_new_session=True,
-        )
-    return process, port, log_path
-
-
-def _wait_until_healthy(server: Server, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if (returncode := server.process.poll()) is not None:
-            raise ServerFailed(f"the server stopped with exit status {returncode}", server.log, returncode)
-        try:
-            # The health check decodes a token, so it also stands for SGLang's warm-up request.
-            if requests.get(server.base_url + "/health", timeout=30).status_code == 200:
-                return
-        except requests.ConnectionError:
-            pass
-        except requests.Timeout:
-            continue
-        time.sleep(0.2)
-    raise ServerFailed(f"the server was not healthy after {timeout_s:.0f} s", server.log, None)
-
-
-def _stop_tree(process: subprocess.Popen[bytes]) -> None:
-    try:
-        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        tree = []
-    # The group also holds children whose parent has died already.
-    for sent, patience in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0)):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        psutil.wait_procs(tree, timeout=patience)
-    process.wait(timeout=10)
+    return [*command, *ports, *machine, *COMMON_FLAGS, *flags]
 
 
 def _json(answer: requests.Response) -> dict[str, Any]:
     if not answer.ok:
         raise requests.HTTPError(f"{answer.status_code}: {answer.text}", response=answer)
     return answer.json()
-
-
-def _tail(log: str, lines: int = 40, width: int = 400) -> str:
-    return "\n".join(line[:width] for line in log.splitlines()[-lines:])

@@ -11,19 +11,20 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from subprocess import Popen
 from typing import Any, NoReturn
 
-import psutil
+import benchmark_path  # noqa: F401
 import requests
 from locks_sglang import cpu_stand_ins
 from locks_sglang.demo_model import DEFAULT_OUT
+from serving import process as server_process
+from serving.process import ServerFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs/demo/handbook.md"
@@ -46,24 +47,29 @@ def main() -> int:
     print(f"serve: {shlex.join(command)}", flush=True)
     # Being ended from outside must not leave the server behind either.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    env = dict(os.environ) if has_gpu() else cpu_stand_ins.environment()
     with tempfile.TemporaryDirectory(prefix="locks-serve-") as folder:
         log_path = Path(folder) / "server.log"
-        process = start(command, log_path)
-        try:
-            wait_until_healthy(url, process, log_path)
-            show_answer(url)
-            show_next_request(url, args.model)
-            if args.once:
+        with server_process.running(command, log_path, env) as process:
+            try:
+                wait_until_healthy(url, process, log_path)
+                show_answer(url)
+                show_next_request(url, args.model)
+                if args.once:
+                    return 0
+                print(f"\nserve: serving on {url} until Ctrl-C; log: {log_path}", flush=True)
+                return process.wait()
+            except KeyboardInterrupt:
+                print("\nserve: stopping")
                 return 0
-            print(f"\nserve: serving on {url} until Ctrl-C; log: {log_path}", flush=True)
-            return process.wait()
-        except KeyboardInterrupt:
-            print("\nserve: stopping")
-            return 0
-        except requests.RequestException as error:
-            fail(f"the request failed: {error}", log_path)
-        finally:
-            stop(process)
+            except requests.RequestException as error:
+                fail(f"the request failed: {error}", log_path)
+            except ServerFailed as error:
+                fail(error.reason, log_path)
+            finally:
+                # A second signal, as make sends one, must not cut the stop short.
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,30 +109,18 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
-    env = dict(os.environ) if has_gpu() else cpu_stand_ins.environment()
-    with log_path.open("wb") as log:
-        # A session of its own: Ctrl-C reaches this script first, which then stops the whole tree.
-        return subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-
-
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+def wait_until_healthy(url: str, process: Popen[bytes], log_path: Path) -> None:
     begun = time.monotonic()
-    while True:
-        waited = time.monotonic() - begun
-        report_progress(f"serve: starting, {waited:.0f} s; {last_line(log_path)}")
-        if process.poll() is not None:
-            fail(f"the server stopped with exit status {process.returncode}", log_path)
-        if waited > START_TIMEOUT_S:
-            fail(f"the server was not healthy after {START_TIMEOUT_S} s", log_path)
-        with suppress(requests.RequestException):
-            if requests.get(f"{url}/health", timeout=30).status_code == 200:
-                break
-        time.sleep(1)
+
+    def waited() -> str:
+        return f"{time.monotonic() - begun:.0f} s"
+
+    def report() -> None:
+        report_progress(f"serve: starting, {waited()}; {last_line(log_path)}")
+
+    server_process.wait_until_healthy(url, process, log_path, START_TIMEOUT_S, report)
     report_progress("")
-    print(f"serve: healthy after {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"serve: healthy after {waited()}", flush=True)
 
 
 def report_progress(text: str) -> None:
@@ -243,21 +237,6 @@ def fail(reason: str, log_path: Path) -> NoReturn:
     print("\n".join(line[:300] for line in text.splitlines()[-25:]), file=sys.stderr)
     print(f"serve: {reason}; the whole log: {kept}", file=sys.stderr)
     raise SystemExit(1)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server's whole process tree; a second signal, as make sends one, must not cut this short."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    tree = []
-    with suppress(psutil.NoSuchProcess):
-        tree = psutil.Process(process.pid).children(recursive=True)
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        psutil.wait_procs(tree, timeout=3)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
 
 
 if __name__ == "__main__":

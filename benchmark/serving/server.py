@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 import torch
 from locks_sglang import cpu_stand_ins
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.ports import server_flags
+from serving.process import ServerFailed, running, wait_until_healthy
 
 START_TIMEOUT_S = 900
 POLL_S = 0.2
 GPU_FLAGS = ("--page-size", "16", "--enable-cache-report")
-
-
-class ServerFailed(RuntimeError):
-    """The server stopped, did not become healthy, or does not run what it should."""
 
 
 @dataclass(frozen=True)
@@ -134,49 +128,12 @@ def launched(flags: Sequence[str], log_path: Path) -> Iterator[Server]:
     command += [*common, "--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"]
     command += flags
     env = dict(os.environ) if on_gpu() else cpu_stand_ins.environment()
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-    server = Server(f"http://127.0.0.1:{port}")
-    try:
-        _wait(server, process, log_path)
+    with running(command, log_path, env) as process:
+        server = Server(f"http://127.0.0.1:{port}")
+        wait_until_healthy(server.url, process, log_path, START_TIMEOUT_S)
         yield server
-    finally:
-        _stop(process)
 
 
 def stop_when_told_to_end() -> None:
     """SIGTERM ends this process in order. A server has a session of its own: it ends only then."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-
-
-def _wait(server: Server, process: subprocess.Popen[bytes], log_path: Path) -> None:
-    begun = time.monotonic()
-    while time.monotonic() - begun < START_TIMEOUT_S:
-        if process.poll() is not None:
-            raise ServerFailed(
-                f"the server stopped with exit status {process.returncode}\n{_tail(log_path)}"
-            )
-        with suppress(requests.RequestException):
-            if requests.get(server.url + "/health", timeout=60).status_code == 200:
-                return
-        time.sleep(0.5)
-    raise ServerFailed(f"the server was not healthy after {START_TIMEOUT_S} s\n{_tail(log_path)}")
-
-
-def _tail(path: Path) -> str:
-    return "\n".join(line[:300] for line in path.read_text(errors="replace").splitlines()[-30:])
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server with all that it started; by itself SGLang first sleeps for five seconds."""
-    tree: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    # The group also holds children whose parent has died already.
-    for sent, patience in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0)):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        psutil.wait_procs(tree, timeout=patience)
-    process.wait(timeout=10)
