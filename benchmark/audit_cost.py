@@ -131,7 +131,6 @@ def measure(runner: Any, batch_size: int, context: int, cycles: int) -> dict[str
     import torch
     from graph_timing import OtherStreams, replay_times
     from locks_sglang import runtime
-    from sglang.benchmark import one_batch
 
     state = runtime.active()
     assert state is not None
@@ -145,14 +144,10 @@ def measure(runner: Any, batch_size: int, context: int, cycles: int) -> dict[str
         others = OtherStreams()
         with replay_times() as graph_times:
             for step in range(warm_up + EVERY * cycles):
-                others.touch()
                 before = state.audits_launched
-                one_batch.synchronize(runner.device)
-                start = time.perf_counter()
-                tokens, _ = one_batch.decode(tokens, batch, runner)
-                one_batch.synchronize(runner.device)
+                tokens, step_ms = decode_step.timed_step(runner, batch, tokens, others)
                 if step >= warm_up:
-                    times.append(1e3 * (time.perf_counter() - start))
+                    times.append(step_ms)
                     audited = state.audits_launched > before
                     places.append(0 if audited else places[-1] + 1 if places else EVERY - 1)
         replays = graph_times()[warm_up:] if torch.cuda.is_available() else []

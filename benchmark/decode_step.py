@@ -25,10 +25,13 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import results_file
 from result_rows import ran_dense
+
+if TYPE_CHECKING:
+    from graph_timing import OtherStreams
 
 GRID = "1x16384,1x32768,1x65536,1x131072,1x262144,1x524288,1x1000000,4x262144,8x131072,16x65536,32x32768"
 VARIANTS = "dense:fa3,dense:flashinfer,locks:r4i4,locks:r8i4"
@@ -277,8 +280,7 @@ def fill_pool(runner: Any) -> None:
 def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Median step time of one case, of steps that overlap, and of the CUDA graph alone."""
     import torch
-    from graph_timing import OtherStreams, gpu_clock_mhz, replay_times
-    from sglang.benchmark import one_batch
+    from graph_timing import OtherStreams, replay_times
 
     rows_before = decode_rows()
     with torch.no_grad():
@@ -287,43 +289,59 @@ def measure(runner: Any, batch_size: int, context: int, arguments: argparse.Name
         times = []
         others = OtherStreams()
         with replay_times() as graph_times:
-            for step in range(WARM_UP + arguments.steps):
-                others.touch()
-                one_batch.synchronize(runner.device)
-                start = time.perf_counter()
-                tokens, _ = one_batch.decode(tokens, batch, runner)
-                one_batch.synchronize(runner.device)
-                if step >= WARM_UP:
-                    times.append(1e3 * (time.perf_counter() - start))
+            for _ in range(WARM_UP + arguments.steps):
+                tokens, step_ms = timed_step(runner, batch, tokens, others)
+                times.append(step_ms)
         replays = graph_times()[WARM_UP:] if torch.cuda.is_available() else []
         pipelined = []
         for _ in range(PIPELINES if replays else 0):
-            one_batch.synchronize(runner.device)
-            start = time.perf_counter()
-            for _ in range(arguments.steps):
-                others.touch()
-                tokens, _ = one_batch.decode(tokens, batch, runner)
-            clock = gpu_clock_mhz()  # while the GPU is still at work
-            one_batch.synchronize(runner.device)
-            pipelined.append(1e3 * (time.perf_counter() - start) / arguments.steps)
-    measured = {
-        "step_ms": round(statistics.median(times), 4),
-        "step_ms_min": round(min(times), 4),
-        "step_ms_max": round(max(times), 4),
-        "graph_ms": round(statistics.median(replays), 4) if replays else None,
-        "graph_ms_min": round(min(replays), 4) if replays else None,
-        "graph_ms_max": round(max(replays), 4) if replays else None,
-        **extra,
-    }
+            tokens, step_ms, clock = timed_pipeline(runner, batch, tokens, others, arguments.steps)
+            pipelined.append(step_ms)
+    measured = {**spread("step_ms", times[WARM_UP:]), **spread("graph_ms", replays), **extra}
     if rows_before:
         dense, sparse = (now - before for now, before in zip(decode_rows(), rows_before, strict=True))
         measured["dense_rows_share"] = round(dense / (dense + sparse), 3)
     if pipelined:
-        measured["pipelined_ms"] = round(statistics.median(pipelined), 4)
-        measured["pipelined_ms_min"] = round(min(pipelined), 4)
-        measured["pipelined_ms_max"] = round(max(pipelined), 4)
-        measured["sm_mhz"] = clock
+        measured |= {**spread("pipelined_ms", pipelined), "sm_mhz": clock}
     return measured
+
+
+def timed_step(runner: Any, batch: Any, tokens: Any, others: OtherStreams) -> tuple[Any, float]:
+    """The tokens of a step between two waits for the GPU, and its milliseconds."""
+    from sglang.benchmark import one_batch
+
+    others.touch()
+    one_batch.synchronize(runner.device)
+    start = time.perf_counter()
+    tokens, _ = one_batch.decode(tokens, batch, runner)
+    one_batch.synchronize(runner.device)
+    return tokens, 1e3 * (time.perf_counter() - start)
+
+
+def timed_pipeline(
+    runner: Any, batch: Any, tokens: Any, others: OtherStreams, steps: int
+) -> tuple[Any, float, int | None]:
+    """The last tokens of steps without a wait between them, milliseconds a step, and the clock in MHz."""
+    from graph_timing import gpu_clock_mhz
+    from sglang.benchmark import one_batch
+
+    one_batch.synchronize(runner.device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        others.touch()
+        tokens, _ = one_batch.decode(tokens, batch, runner)
+    clock = gpu_clock_mhz()  # while the GPU is still at work
+    one_batch.synchronize(runner.device)
+    return tokens, 1e3 * (time.perf_counter() - start) / steps, clock
+
+
+def spread(name: str, values: list[float]) -> dict[str, float | None]:
+    """Median, least and most under ``name``, ``name_min`` and ``name_max``; None where there are none."""
+    names = (name, f"{name}_min", f"{name}_max")
+    if not values:
+        return dict.fromkeys(names)
+    found = (statistics.median(values), min(values), max(values))
+    return {name: round(value, 4) for name, value in zip(names, found, strict=True)}
 
 
 def decode_rows() -> tuple[int, ...]:

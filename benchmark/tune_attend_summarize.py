@@ -9,8 +9,10 @@ Medians of CUDA-graph replays over data that is colder than L2, on GLM-4-9B-Chat
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from graph_timing import graph_us
@@ -30,12 +32,17 @@ from locks_kernels.attend_buffers import AttendBuffers
 H, G, D, B = 4, 8, 128, 16
 
 
-def median_us(calls, repeats=15):
+def median_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
+    """Microseconds a call, in one graph of all calls."""
     return graph_us(calls, repeats)[0]
 
 
 class Batch:
-    def __init__(self, rows, context, dtype=torch.bfloat16, heads=H, group=G):
+    """Requests of ``context`` tokens each, in a pool that has just their pages, in random order."""
+
+    def __init__(
+        self, rows: int, context: int, dtype: torch.dtype = torch.bfloat16, heads: int = H, group: int = G
+    ) -> None:
         pages = rows * context // B
         self.keys = torch.empty(pages, B, heads, D, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
         self.values = (
@@ -50,7 +57,8 @@ class Batch:
         )
         self.out = (torch.empty_like(self.queries), torch.empty(rows, heads * group, device="cuda"))
 
-    def lists(self, count, sets):
+    def lists(self, count: int, sets: int) -> list[Selection]:
+        """Selections of ``count`` random pages a head, so that each call reads other ones."""
         rows, pages = self.table.shape
         found = []
         for _ in range(sets):
@@ -64,31 +72,39 @@ class Batch:
             found.append(Selection(picked, picked, counts))
         return found
 
-    def everything(self):
+    def everything(self) -> Selection:
+        """A selection that names no pages, whose counts are all that there are."""
         rows, pages = self.table.shape
         lists = torch.zeros(rows, H, 4, dtype=torch.int32, device="cuda")
         counts = torch.full((rows,), pages, dtype=torch.int32, device="cuda")
         return Selection(lists, lists, counts)
 
-    def run(self, selection):
+    def run(self, selection: Selection) -> None:
+        """Attend with the CUDA kernel, in the variant of :func:`configure`."""
         cuda_attend.attend(*self.arguments(selection), 1.0, *self.out, self.buffers)
 
-    def triton(self, selection):
+    def triton(self, selection: Selection) -> None:
+        """Attend with Triton."""
         attend(*self.arguments(selection), out=self.out, impl="triton")
 
-    def arguments(self, selection):
+    def arguments(self, selection: Selection) -> tuple[Any, ...]:
+        """What both take first, in their order."""
         return self.queries, self.keys, self.values, selection, self.table, self.lengths, self.scale
 
 
-def constants(warps, blocks):
+def constants(warps: int, blocks: int) -> dict[str, int]:
+    """Constants of a build: warps a block, blocks a multiprocessor."""
     return {
         **{"HEAD_DIM": D, "PAGE": B, "KV_TYPE": 0, "Q_TYPE": 0, "HEAD_TILES": 1},
         **{"WARPS": warps, "BLOCKS": blocks},
     }
 
 
-def configure(warps, blocks, cluster, tiles=2):
-    """Point the op at a variant: warps a block, blocks a multiprocessor, largest cluster, tiles a warp."""
+def configure(warps: int, blocks: int, cluster: int, tiles: int = 2) -> Any:
+    """Point the op at a variant: warps a block, blocks a multiprocessor, largest cluster, tiles a warp.
+
+    Returns what ``cuda_attend.clusters_of`` says of it.
+    """
     library = build.load("attend", **constants(warps, blocks))
     cuda_attend._clusters.clear()
     cuda_attend.CLUSTERS = tuple(size for size in (1, 2, 4, 8, 16) if size <= cluster)
@@ -105,7 +121,7 @@ VARIANTS = (
 DENSE = ((4, 3, 16), (4, 3, 8), (8, 1, 16), (8, 1, 8))
 
 
-def time_attend():
+def time_attend() -> None:
     """2,048 selected tokens of 512K: in a row (dependent launches overlap) and between other kernels."""
     batch = Batch(1, 524_288)
     selections = batch.lists(128, 48)
@@ -126,14 +142,16 @@ def time_attend():
     print(f"attend 2048 tokens: triton {triton:.2f} us", flush=True)
 
 
-def time_dense():
+def time_dense() -> None:
+    """Everything attended, at all shapes."""
     shapes = ((1, 16_384), (1, 65_536), (1, 262_144), (1, 1_048_576), (32, 32_768), (4, 262_144))
     for rows, context in shapes:
         time_dense_shape(rows, context)
         torch.cuda.empty_cache()
 
 
-def time_dense_shape(rows, context):
+def time_dense_shape(rows: int, context: int) -> None:
+    """Everything attended by each variant: time, and TB/s of keys and values."""
     batch = Batch(rows, context)
     moved = 2 * 2 * rows * context * H * D
     everything = batch.everything()
@@ -149,7 +167,8 @@ def time_dense_shape(rows, context):
 LAYERS, PAGES = 40, 65_536
 
 
-def time_summarize():
+def time_summarize() -> None:
+    """Decode steps, a prefill chunk and a whole pool, of 40 layers."""
     keys = [bf16(PAGES, B, H, D) for _ in range(8)] * (LAYERS // 8)
     time_steps(keys, pool("r4i4"))
     for name in ("r4i4", "r8i4", "r6h", "r8h", "quest"):
@@ -157,7 +176,8 @@ def time_summarize():
         torch.cuda.empty_cache()
 
 
-def time_steps(keys, records):
+def time_steps(keys: list[torch.Tensor], records: Summaries | Envelopes) -> None:
+    """Decode steps that complete no page, and that complete one a row."""
     for rows in (1, 32, 256):
         idle = torch.arange(rows, device="cuda") * 16 + 3
         full = torch.randperm(PAGES, device="cuda")[:rows] * 16 + 15
@@ -166,7 +186,8 @@ def time_steps(keys, records):
             print(f"summarize, {rows} rows, {label} complete: {us:.2f} us", flush=True)
 
 
-def time_format(name, keys, records):
+def time_format(name: str, keys: list[torch.Tensor], records: Summaries | Envelopes) -> None:
+    """A prefill chunk of 16K tokens and all 1M tokens, in one format."""
     chunk = torch.arange(16_384, device="cuda") + 16_384
     us = median_us([partial(summarize, keys, chunk, records)] * 2, 6)
     print(f"summarize {name}, 16K tokens x 40 layers: {us / 1000:.2f} ms", flush=True)
@@ -184,14 +205,16 @@ def time_format(name, keys, records):
         print(f"summarize {name}, 1M tokens, one layer, triton: {us / 1000:.1f} ms", flush=True)
 
 
-def pool(name):
+def pool(name: str) -> Summaries | Envelopes:
+    """Empty summaries of all layers and pages; ``quest`` for its envelopes, else a record format."""
     lead = (LAYERS, PAGES, H)
     if name == "quest":
         return Envelopes.allocate(EnvelopeLayout(D, B), lead, "cuda")
     return Summaries.allocate(SummaryLayout.parse(name, D, B), lead, "cuda")
 
 
-def bf16(*shape):
+def bf16(*shape: int) -> torch.Tensor:
+    """Normal noise on the GPU."""
     return torch.empty(*shape, dtype=torch.bfloat16, device="cuda").normal_()
 
 
