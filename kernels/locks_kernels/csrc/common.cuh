@@ -100,6 +100,20 @@ __device__ __forceinline__ void mma_f16_k16(float (&d)[4], uint32_t a0, uint32_t
   }
 }
 
+// ---- warps --------------------------------------------------------------------------------
+
+// Sum over the lanes up to this one, itself included; with fewer kLanes those of the first kLanes alone.
+template <int kLanes = 32, typename T>
+__device__ __forceinline__ T sum_to_lane(T own) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    const T other = __shfl_up_sync(kFullWarp, own, step);
+    if (lane >= step) own += other;
+  }
+  return own;
+}
+
 // ---- memory -------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

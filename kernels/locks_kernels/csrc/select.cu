@@ -94,15 +94,6 @@ __device__ __forceinline__ void load_run(Run& run, const Scores& scores, int i, 
   }
 }
 
-// As ?:, which the compiler would turn into an address where the values are those of an array.
-__device__ __forceinline__ float choose(bool first, float a, float b) {
-  float result;
-  asm("{\n.reg .pred first;\nsetp.ne.u32 first, %3, 0;\nselp.f32 %0, %1, %2, first;\n}\n"
-      : "=f"(result)
-      : "f"(a), "f"(b), "r"(static_cast<unsigned>(first)));
-  return result;
-}
-
 // Each lane gets one head's result over the warp: the heads are dealt to groups of neighbouring lanes.
 template <typename Join>
 __device__ __forceinline__ float reduce_heads(float (&values)[kGroupPower], Join join) {
@@ -115,7 +106,7 @@ __device__ __forceinline__ float reduce_heads(float (&values)[kGroupPower], Join
     for (int i = 0; i < kGroupPower / 2; ++i) {
       if (i >= left) continue;
       const float low = values[i], high = values[i + left];
-      values[i] = join(choose(upper, high, low), __shfl_xor_sync(kFullWarp, choose(upper, low, high), mask));
+      values[i] = join(upper ? high : low, __shfl_xor_sync(kFullWarp, upper ? low : high, mask));
     }
   }
   return values[0];
@@ -213,12 +204,7 @@ __device__ __forceinline__ void write_list(Shared& shared, const List& list, con
       });
     }
     const unsigned own = __popc(chosen & 0xffffu) | __popc(chosen >> 16) << 16;
-    unsigned sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      unsigned other = __shfl_up_sync(kFullWarp, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const unsigned sum = sum_to_lane(own);
     if (lane == 31) shared.counts[turn][warp] = sum;
     __syncthreads();
     const unsigned counts = lane < kSelectWarps ? shared.counts[turn][lane] : 0u;

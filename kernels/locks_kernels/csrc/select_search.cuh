@@ -55,12 +55,7 @@ __device__ __forceinline__ void find_bin(Shared& shared, Team& team, unsigned* h
   // The first thread has the highest bin.
   const unsigned bin = kBins - 1 - threadIdx.x;
   const unsigned own = *team.at(&histogram[bin], bin_owner(team, bin));
-  unsigned sum = own;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    unsigned other = __shfl_up_sync(kFullWarp, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const unsigned sum = sum_to_lane(own);
   if (lane == 31) shared.warp_sums[warp] = sum;
   __syncthreads();
   const unsigned before =
@@ -128,12 +123,7 @@ __device__ __forceinline__ void count_before(Shared& shared, Team& team) {
       equal = *team.at(&shared.equal, lane);
       above = *team.at(&shared.above, lane);
     }
-    int sum = count;
-#pragma unroll
-    for (int step = 1; step < kMaxCluster; step *= 2) {
-      int other = __shfl_up_sync(kFullWarp, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const int sum = sum_to_lane<kMaxCluster>(count);
     if (lane < team.size) shared.from[lane + 1] = sum;
     above = __reduce_add_sync(kFullWarp, lane < team.rank ? above : 0);
     equal = __reduce_add_sync(kFullWarp, lane < team.rank ? equal : 0);
