@@ -157,9 +157,7 @@ def measure(runner: Any, batch_size: int, context: int, cycles: int) -> dict[str
         return round(statistics.median(of), 4) if of else None
 
     return {
-        "step_ms": median(plain),
-        "step_ms_min": round(min(plain), 4),
-        "step_ms_max": round(max(plain), 4),
+        **decode_step.spread("step_ms", plain),
         "audited_ms": median([t for t, place in zip(times, places, strict=True) if place == 0]),
         "after_ms": median([t for t, place in zip(times, places, strict=True) if place == 1]),
         "graph_ms": median(replays),

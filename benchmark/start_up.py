@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
 import results_file
 from gpu_memory import in_use_gib
-from serving.server import Server, launched, on_gpu, stop_when_told_to_end
+from serving.server import launched, on_gpu, stop_when_told_to_end
 from serving.variants import Variant
 
 Row = dict[str, Any]
@@ -68,17 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def started(variant: Variant, arguments: argparse.Namespace, flags: list[str], logs: Path) -> Row:
     """Start one server, use it, and what it said."""
-    if variant.dense:
-        own = ["--attention-backend", variant.backend]
-    else:
-        own = ["--sparse-decode", variant.selector]
-        own += ["--sparse-decode-summary", variant.form] if variant.form else []
     begun = time.monotonic()
     log = logs / f"server-{variant.name.replace(':', '-')}.log"
-    with launched([*own, "--skip-tokenizer-init", *flags], log) as server:
+    with launched([*variant.flags(), "--skip-tokenizer-init", *flags], log) as server:
         seconds = time.monotonic() - begun
-        answer(server, [arguments.prompt])
-        answer(server, [1024] * arguments.together)
+        server.generate([[1] * arguments.prompt], 8)
+        server.generate([[number + 1] * 1024 for number in range(arguments.together)], 8)
         info = server.get("/server_info")
         state = info["internal_states"][0]
         memory, locks = state["memory_usage"], state.get("locks")
@@ -97,15 +91,6 @@ def started(variant: Variant, arguments: argparse.Namespace, flags: list[str], l
             "in_use_gib": in_use_gib(),
             "sparse_rows": locks and locks["rows_sparse"],
         }
-
-
-def answer(server: Server, prompts: list[int]) -> None:
-    """Prompts of so many tokens together, eight tokens each. requests.HTTPError on an error status."""
-    body = {
-        "input_ids": [[number + 1] * tokens for number, tokens in enumerate(prompts)],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
-    }
-    requests.post(f"{server.url}/generate", json=body, timeout=1200).raise_for_status()
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"no case of {arguments.grid} fitted into the pool of any variant; nothing is written")
         return 1
     path = write(rows, arguments, copy_rate=results_file.copy_rate_tb_s())
-    rows = [row for row in with_earlier(rows, arguments) if row["model"] == rows[0]["model"]]
+    both = results_file.merged(earlier_run(arguments), rows, KEY)
+    rows = [row for row in both if row["model"] == rows[0]["model"]]
     print_table(rows)
     say(f"written to {path}; logs in {logs}")
     draw(rows, logs.parent / f"{path.stem}.svg")
@@ -313,11 +314,6 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def with_earlier(rows: list[Row], arguments: argparse.Namespace) -> list[Row]:
-    """The rows, after those of ``--append`` that were not measured again."""
-    return results_file.merged(earlier_run(arguments), rows, KEY)
-
-
 def earlier_run(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Content of the file of ``--append``."""
     return json.loads(arguments.append.read_text()) if arguments.append else None
@@ -325,14 +321,15 @@ def earlier_run(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | None) -> Path:
     """Write the result file of the rows measured so far, with those of an earlier run."""
+    earlier = earlier_run(arguments)
     return results_file.write(
         "throughput",
-        with_earlier(rows, arguments),
+        results_file.merged(earlier, rows, KEY),
         machine_name=arguments.machine_name,
         out=arguments.out,
         made_from=arguments.commit,
         copy_tb_s=copy_rate,
-        earlier=earlier_run(arguments),
+        earlier=earlier,
     )
 
 

@@ -50,6 +50,9 @@ def test_variants() -> None:
     ]
     assert Variant.parse("quest::flashinfer", "fa3").backend == "flashinfer"
     assert "--sparse-decode-summary" not in Variant.parse("oracle", "fa3").flags(512)
+    shipped = ["--attention-backend", "fa3", "--sparse-decode", "locks"]
+    assert Variant.parse("locks", "fa3").flags() == shipped
+    assert Variant.parse("host", "fa3").flags() == [*shipped, "--sparse-decode-kv-tier", "host"]
     assert "--sparse-decode-dense-below" not in sparse
     assert Variant.parse("locks", "fa3").flags(512, always_sparse=True)[-2:] == [
         "--sparse-decode-dense-below",

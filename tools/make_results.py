@@ -72,6 +72,12 @@ def origin(result: dict[str, Any]) -> str:
     )
 
 
+def of_models(name: str, part: Callable[[Rows], str], machine: str = "h200") -> str:
+    """``part`` of every model of the newest run, with its origin."""
+    result = newest(name, machine)
+    return f"{step_report.each_model(result['rows'], part)}\n\n{origin(result)}" if result else NOT_RUN
+
+
 def decode_step(name: str = "decode_step") -> str:
     """Complete steps, a model after the other."""
     result = newest(name)
@@ -114,27 +120,12 @@ def flashinfer_attend() -> str:
 
 def short_steps() -> str:
     """Steps that leave little out, all of them sparse, beside dense ones: where the two meet."""
-    result = newest("decode_step_short")
-    if result is None:
-        return NOT_RUN
-    table = partial(step_report.step_table, time="pipelined_ms")
-    return f"{step_report.each_model(result['rows'], table)}\n\n{origin(result)}"
-
-
-def start_up() -> str:
-    """What servers take of the GPU that were started without a flag about memory."""
-    result = newest("start_up")
-    if result is None:
-        return NOT_RUN
-    return f"{step_report.each_model(result['rows'], start_report.memory)}\n\n{origin(result)}"
+    return of_models("decode_step_short", partial(step_report.step_table, time="pipelined_ms"))
 
 
 def step_profile() -> str:
     """The kernels of a layer, dense beside sparse, and what the host waits for."""
-    result = newest("decode_step_profile")
-    if result is None:
-        return NOT_RUN
-    return f"{step_report.each_model(result['rows'], profile_report.cases)}\n\n{origin(result)}"
+    return of_models("decode_step_profile", profile_report.cases)
 
 
 def cpu_step() -> str:
@@ -143,16 +134,9 @@ def cpu_step() -> str:
     return f"{step_report.spread(result['rows'])}\n\n{origin(result)}"
 
 
-def audit_cost(machine: str) -> str:
-    """What audits take of a decode step, an interval a line."""
-    result = newest("audit_cost", machine)
-    if result is None:
-        return NOT_RUN
-
-    def part(of_model: Rows) -> str:
-        return pages.table(AUDIT_HEAD, [audit_cells(row) for row in of_model])
-
-    return f"{step_report.each_model(result['rows'], part)}\n\n{origin(result)}"
+def audit_cost(rows: Rows) -> str:
+    """What audits take of a decode step of one model, an interval a line."""
+    return pages.table(AUDIT_HEAD, [audit_cells(row) for row in rows])
 
 
 def audit_cells(row: dict[str, Any]) -> list[str]:
@@ -323,8 +307,8 @@ PAGES: dict[Path, pages.Parts] = {
         "decode_step_glm4_kv2": partial(decode_step, "decode_step_glm4_kv2"),
         "short_steps": short_steps,
         "step_profile": step_profile,
-        "start_up": start_up,
-        "audit_cost": lambda: audit_cost("h200"),
+        "start_up": lambda: of_models("start_up", start_report.memory),
+        "audit_cost": lambda: of_models("audit_cost", audit_cost),
         "throughput": lambda: throughput("h200"),
         "host_ttft": lambda: host_ttft("h200"),
         "cpu_step": cpu_step,

@@ -38,15 +38,18 @@ class Variant:
             f"{name!r} is neither dense:BACKEND nor (locks|quest|oracle|host)[:FORMAT[:BACKEND]]"
         )
 
-    def flags(self, budget: int, host_gib: float | None = None, always_sparse: bool = False) -> list[str]:
-        """SGLang's flags for this variant, with `budget` tokens attended per KV head.
+    def flags(
+        self, budget: int | None = None, host_gib: float | None = None, always_sparse: bool = False
+    ) -> list[str]:
+        """SGLang's flags for this variant, with `budget` tokens attended per KV head (None: the default).
 
         `host_gib` is the host memory of a host variant's KV cache; None: the server decides. With
         `always_sparse` steps that leave little out select pages, too, which a server runs dense by default.
         """
         flags = ["--attention-backend", self.backend]
         if not self.dense:
-            flags += ["--sparse-decode", self.selector, "--sparse-decode-budget", str(budget)]
+            flags += ["--sparse-decode", self.selector]
+            flags += ["--sparse-decode-budget", str(budget)] if budget else []
             flags += ["--sparse-decode-dense-below", "0"] if always_sparse else []
         if self.tier == "host":
             flags += ["--sparse-decode-kv-tier", "host"]
