@@ -28,8 +28,6 @@ from .trace import Trace
 
 logger = logging.getLogger(__name__)
 
-EVERY_LENGTH = 2**31 - 1
-
 
 class SparseDecode:
     """Summaries, per-request policy and counters of one model runner.
@@ -128,7 +126,8 @@ class SparseDecode:
         Runs outside of CUDA graphs, in the place where SGLang promises that its token table
         is not being overwritten.
         """
-        if not forward_batch.forward_mode.is_decode():
+        # A dense step reads nothing of ours; finish_dense_step counts it.
+        if not forward_batch.forward_mode.is_decode() or self.dense_steps.now:
             self.end_step()
             return
         buffers = self._buffers_for(forward_batch)
@@ -142,10 +141,8 @@ class SparseDecode:
             step,
             self.counters.step,
             page_size=self.config.page_size,
-            min_len=EVERY_LENGTH if self.dense_steps.now else self.config.min_len,
+            min_len=self.config.min_len,
         )
-        if self.dense_steps.now:
-            return
         if self._flashinfer is not None and len(step.seq_lens) <= self._rows_at_a_time:
             self._flashinfer.prepare(step)
         if self.tier is not None:
@@ -320,6 +317,19 @@ class SparseDecode:
         if self.tier is None or not self.tier.took_staged():
             self.summaries.build(slots)
         self.counters.count_built(slots, self.config.page_size)
+
+    def finish_dense_step(self, forward_batch: Any) -> None:
+        """Count a decode step that ran dense, and build the summaries of the pages that it completed.
+
+        From the host's copy of the lengths, so that a step that completes no page launches what SGLang
+        launches without sparse decode, and nothing else.
+        """
+        lengths, page_size = forward_batch.seq_lens_cpu, self.config.page_size
+        completed = int((lengths % page_size == 0).sum())
+        pages = int(((lengths + page_size - 1) // page_size).sum())
+        self.counters.count_dense(len(lengths), pages, completed)
+        if completed:
+            self.summaries.build(forward_batch.out_cache_loc)
 
     def wrote(self, slots: torch.Tensor) -> None:
         """A forward that is no decode step wrote these pool slots."""

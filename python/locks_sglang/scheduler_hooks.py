@@ -341,10 +341,14 @@ def _dense_steps_of(graph_runner: Any) -> DenseSteps:
 
 
 def _build_in_graph(runner: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:
-    """Tail of a captured decode step: the graph builds the summaries itself at every replay."""
+    """Tail of a captured decode step: the graph builds the summaries itself at every replay.
+
+    Not that of a dense step, which mostly completes no page: see ``finish_dense_step``.
+    """
     state = runtime.active()
     assert state is not None
-    state.finish_forward(forward_batch.out_cache_loc)
+    if not state.dense_steps.now:
+        state.finish_forward(forward_batch.out_cache_loc)
 
 
 def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
@@ -353,7 +357,9 @@ def model_runner_forward(output: Any, model_runner: Any, forward_batch: Any, *_:
     mode = forward_batch.forward_mode
     if state is None or model_runner.is_draft_worker or mode.is_idle():
         return
-    if not (mode.is_decode() and output.can_run_graph):
+    if mode.is_decode() and state.dense_steps.now:
+        state.finish_dense_step(forward_batch)
+    elif not (mode.is_decode() and output.can_run_graph):
         state.finish_forward(forward_batch.out_cache_loc)
     if mode.is_decode():
         state.finish_step(forward_batch)

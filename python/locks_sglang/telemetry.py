@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -42,12 +43,14 @@ class Counters:
     """Totals since the start of the server.
 
     Counted on the device of the pool, inside the steps, and read back only when somebody
-    asks: reading every step would cost a host synchronisation.
+    asks: reading every step would cost a host synchronisation.  Steps that run dense are counted
+    on the host.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.step = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self._built = torch.zeros(1, dtype=torch.int64, device=device)
+        self._on_host: Counter[str] = Counter()
         self.audited_rows = 0
         self._mass: dict[int, tuple[int, float]] = {}
         self._reported: dict[str, int] = {}
@@ -57,6 +60,12 @@ class Counters:
     def count_built(self, slots: torch.Tensor, page_size: int) -> None:
         """Count the pages that the writes to ``slots`` completed."""
         self._built += (slots % page_size == page_size - 1).sum()
+
+    def count_dense(self, rows: int, pages: int, built: int) -> None:
+        """Count a step that ran dense: its requests, their pages, and the pages that it completed."""
+        self._on_host.update(
+            rows_dense=rows, pages_attended=pages, pages_available=pages, summaries_built=built
+        )
 
     def observe_mass(self, layer: int, mass: float) -> None:
         """Count one audited row of a model layer."""
@@ -75,7 +84,8 @@ class Counters:
     def totals(self) -> dict[str, int]:
         """The counters that Prometheus exports, by the name of their metric."""
         values = torch.cat([self.step, self._built]).tolist()
-        return dict(zip((*COUNTERS, "summaries_built"), values, strict=True))
+        names = (*COUNTERS, "summaries_built")
+        return {name: value + self._on_host[name] for name, value in zip(names, values, strict=True)}
 
     def to_dict(self) -> dict[str, Any]:
         layers = {str(layer): total / rows for layer, (rows, total) in sorted(self._mass.items())}

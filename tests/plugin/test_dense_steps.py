@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from locks_kernels.snapshot import COUNTERS
 from locks_sglang import dense_steps, runtime, scheduler_hooks
 from locks_sglang.backend import make_sparse_class
 from locks_sglang.config import LocksConfig, LocksError
@@ -114,17 +113,58 @@ def test_the_backend_attends_in_a_dense_step(out_of_graph: bool, monkeypatch: py
         rig.state.finish_step(batch)
         return out
 
-    def counted() -> dict[str, int]:
-        return dict(zip(COUNTERS, rig.state.counters.step.tolist(), strict=True))
-
     sparse = step([300, 300])
     assert backend.planned == 0 and not backend.attended and not (sparse == 7).any()
-    assert counted()["rows_sparse"] == 2 and rig.state.audits_launched == 1
-    assert (step([300, 299]) == 7).all()
-    assert backend.planned == 1 and backend.attended == [0]
-    assert counted()["rows_sparse"] == 2 and counted()["rows_dense"] == 2
+    assert rig.state.counters.totals()["rows_sparse"] == 2 and rig.state.audits_launched == 1
+    # A dense step needs none of our tables, nor leaves any that a later call could mistake for its own.
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "snapshot", None)
+        assert (step([300, 299]) == 7).all()
+    assert backend.planned == 1 and backend.attended == [0] and not rig.state.in_step
+    assert rig.state.counters.totals()["rows_sparse"] == 2
     assert rig.state.audits_launched == 1, "nothing was selected, so there is nothing to audit"
     assert torch.equal(step([300, 300]), sparse)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_dense_step_builds_only_what_it_completes(
+    in_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it, from the lengths on the host; in a CUDA graph, too, whose tail builds nothing then."""
+    rig = Rig(CONFIG, [300, 250, 64])
+    monkeypatch.setattr(runtime, "_active", rig.state)
+    runner = SimpleNamespace(is_draft_worker=False)
+    built: list[torch.Tensor] = []
+    monkeypatch.setattr(rig.state.summaries, "build", built.append)
+    before = rig.state.counters.totals()
+
+    def step(lengths: list[int], below: int) -> torch.Tensor:
+        rig.state.dense_steps.below = below
+        batch = rig.batch(lengths)
+        batch.seq_lens_cpu = batch.seq_lens.clone()
+        batch.out_cache_loc = rig.token_table[range(1, len(lengths) + 1), batch.seq_lens - 1].long()
+        rig.state.dense_steps.begin(batch)
+        rig.state.begin_step(batch)
+        if in_graph:
+            scheduler_hooks._build_in_graph(runner, None, batch, len(lengths))
+        ended = SimpleNamespace(can_run_graph=in_graph)
+        scheduler_hooks.model_runner_forward(ended, runner, batch)
+        return batch.out_cache_loc
+
+    step([300, 250, 63], below=1000)
+    assert not built
+    completing = step([304, 250, 64], below=1000)
+    assert len(built) == 1 and built[0] is completing
+    after = rig.state.counters.totals()
+    assert {name: after[name] - before[name] for name in before} == {
+        "rows_sparse": 0,
+        "rows_dense": 6,
+        "pages_attended": 2 * (19 + 16 + 4),
+        "pages_available": 2 * (19 + 16 + 4),
+        "summaries_built": 2,
+    }
+    sparse = step([300, 250, 63], below=0)
+    assert len(built) == 2 and built[1] is sparse, "a sparse step asks the device"
 
 
 @pytest.mark.parametrize("below", [0, 100])
