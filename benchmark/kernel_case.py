@@ -23,6 +23,12 @@ class Case:
     batch: int
     format: str
     budget_pages: int
+    table_tokens: int = 0
+    """What the page table has room for, as in a server; 0: for the request."""
+
+    @property
+    def table_pages(self) -> int:
+        return max(self.row_pages, self.table_tokens // PAGE)
 
     @property
     def q_heads(self) -> int:
@@ -69,6 +75,8 @@ def row(
 ) -> dict:
     """A row of the results file from median, least and most microseconds."""
     fields = {key: value for key, value in asdict(case).items() if key != "budget_pages"}
+    if not case.table_tokens:
+        del fields["table_tokens"]
     us, least, most = (round(value, 2) for value in timed)
     measured = {
         "op": op,

@@ -8,6 +8,9 @@ Medians of CUDA-graph replays.  A graph runs the op once on each of several reco
 than the L2 cache holds, on pages in random order; the time is that of the replay over the sets.
 In the same run FlashInfer's dense decode is timed where it can be imported, and the kernels of the
 paper's author where the package locks-kv can (author_runs.py; it compiles them first).
+
+A server's page table has room for the model's longest request, these only for the case's own; a run
+with ``--table-tokens`` and a ``--name`` of its own shows what that costs.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class Inputs:
         pages = case.batch * case.row_pages
         self.pool = random_records(layout, (self.sets, pages, case.kv_heads))
         shuffled = torch.randperm(pages, device="cuda")
-        self.page_table = shuffled.view(case.batch, case.row_pages).int()
+        self.page_table = torch.zeros(case.batch, case.table_pages, dtype=torch.int32, device="cuda")
+        self.page_table[:, : case.row_pages] = shuffled.view(case.batch, case.row_pages)
         self.seq_lens = torch.full((case.batch,), case.context - 5, dtype=torch.int32, device="cuda")
         self.budgets = torch.full((case.batch,), case.budget_pages, dtype=torch.int32, device="cuda")
         self.queries = bf16(case.batch, case.q_heads, case.head_dim)
@@ -66,7 +70,7 @@ class Inputs:
             max_rows=case.batch,
             q_heads=case.q_heads,
             kv_heads=case.kv_heads,
-            max_pages=case.row_pages,
+            max_pages=case.table_pages,
             width=case.budget_pages,
             head_dim=case.head_dim,
             device="cuda",
@@ -199,6 +203,7 @@ def flashinfer_call(inputs: Inputs) -> Callable[[], object] | None:
     case = inputs.case
     buffer = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
     indptr = torch.arange(case.batch + 1, dtype=torch.int32) * case.row_pages
+    pages = inputs.page_table[:, : case.row_pages].flatten()
     last = torch.full((case.batch,), (case.context - 6) % PAGE + 1, dtype=torch.int32)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         buffer,
@@ -206,13 +211,13 @@ def flashinfer_call(inputs: Inputs) -> Callable[[], object] | None:
         use_cuda_graph=True,
         use_tensor_cores=True,
         paged_kv_indptr_buffer=indptr.cuda(),
-        paged_kv_indices_buffer=inputs.page_table.flatten().contiguous(),
+        paged_kv_indices_buffer=pages.clone(),
         paged_kv_last_page_len_buffer=last.cuda(),
         backend="fa2",
     )
     wrapper.plan(
         indptr,
-        inputs.page_table.flatten(),
+        pages,
         last,
         case.q_heads,
         case.kv_heads,
@@ -232,7 +237,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
             for context, batch in shapes:
                 wanted = not arguments.contexts or (batch == 1 and context in arguments.contexts)
                 if wanted or (arguments.batches and batch > 1):
-                    yield Case(model, *GEOMETRIES[model], context, batch, name, arguments.budget // PAGE)
+                    geometry, pages = GEOMETRIES[model], arguments.budget // PAGE
+                    yield Case(model, *geometry, context, batch, name, pages, arguments.table_tokens)
 
 
 def show(result: dict, rate: float) -> dict:
@@ -280,6 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--contexts", nargs="*", type=int, help="batch-1 contexts; default: all cases")
     parser.add_argument("--batches", action="store_true", help="with --contexts: the large batches too")
     parser.add_argument("--budget", type=int, default=2048, help="tokens a row attends")
+    parser.add_argument("--table-tokens", type=int, default=0, help="room of the page table for each row")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--commit", help="commit to name in the results")
     parser.add_argument("--name", help="of the results file: kernel_floor_NAME")

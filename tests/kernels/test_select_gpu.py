@@ -345,3 +345,11 @@ def test_same_lists_every_time():
         again = call()
         assert torch.equal(first[0], again.pages)
         assert torch.equal(first[1], again.logical)
+
+
+@pytest.mark.parametrize("group", [4, 8, 16])
+@pytest.mark.parametrize("lists", [2, 4, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [32_768, 2**20], ids=["32K", "1M"])
+def test_lists_of_a_batch_run_at_a_time(group, lists, tokens):
+    """However much room the page table has: a second wave of clusters would take as long again."""
+    assert cuda_select.library(group).lists_at_a_time(tokens // PAGE, lists) >= lists

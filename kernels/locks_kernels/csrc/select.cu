@@ -229,8 +229,10 @@ __device__ __forceinline__ void write_list(Shared& shared, const List& list, con
 }
 
 // Two blocks a multiprocessor where their scores' registers allow it.
+constexpr int kBlocksAtOnce = kGroupPower <= 8 ? 2 : 1;
+
 template <bool kPacked>
-__global__ void __launch_bounds__(kSelectThreads, kGroupPower <= 8 ? 2 : 1)
+__global__ void __launch_bounds__(kSelectThreads, kBlocksAtOnce)
     select_kernel(const __grid_constant__ SelectParams params) {
   extern __shared__ __align__(16) char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
@@ -357,6 +359,7 @@ __global__ void __launch_bounds__(kSelectThreads, kGroupPower <= 8 ? 2 : 1)
 
 constexpr int kMostShared = 227 * 1024;
 constexpr int kSharedOfTwo = 113 * 1024;  // of each of two blocks on a multiprocessor
+constexpr int kMostKeyBytes = kBlocksAtOnce == 1 ? kMostShared : kSharedOfTwo;
 
 // How a launch divides a list: blocks of a cluster, and what one of them has in shared memory.
 struct Shape {
@@ -425,8 +428,8 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
       }
       if (clusters_at_a_time(device, shape) >= lists) return shape;
     }
-    // Longer runs of pages, whose keys take more than half of a multiprocessor, gain nothing.
-    if (cluster == 1 || Shape(max_pages, cluster / 2, false).least_bytes > kSharedOfTwo) {
+    // Longer runs of pages gain nothing where their keys would keep a second block off the multiprocessor.
+    if (cluster == 1 || Shape(max_pages, cluster / 2, false).least_bytes > kMostKeyBytes) {
       return Shape(max_pages, cluster, false);
     }
   }
@@ -463,6 +466,14 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   launch(kernel, dim3(shape.cluster, lists), kSelectThreads, shape.bytes, stream, shape.cluster, params);
 }
 
+// How many of a launch's lists the GPU works on at a time; where it is fewer than `lists`, the others wait.
+int64_t lists_at_a_time(int64_t max_pages, int64_t lists) {
+  const int device = current_device();
+  prepare(device);
+  return clusters_at_a_time(device, choose_shape(device, max_pages, static_cast<int>(lists)));
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select, select);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(lists_at_a_time, lists_at_a_time);
 
 }  // namespace locks
