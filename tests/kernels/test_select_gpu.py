@@ -349,7 +349,9 @@ def test_same_lists_every_time():
 
 @pytest.mark.parametrize("group", [4, 8, 16])
 @pytest.mark.parametrize("lists", [2, 4, 16, 32, 64])
-@pytest.mark.parametrize("tokens", [32_768, 2**20], ids=["32K", "1M"])
+@pytest.mark.parametrize("tokens", [32_768, 2**19, 2**20], ids=["32K", "512K", "1M"])
 def test_lists_of_a_batch_run_at_a_time(group, lists, tokens):
     """However much room the page table has: a second wave of clusters would take as long again."""
+    if (lists, tokens) == (64, 2**20) and group <= 8:
+        pytest.skip("64 clusters of 4 in two a multiprocessor: whether they fit depends on the GPU's GPCs")
     assert cuda_select.library(group).lists_at_a_time(tokens // PAGE, lists) >= lists
