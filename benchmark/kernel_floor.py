@@ -86,7 +86,6 @@ class Inputs:
             self.budgets,
             self.scale,
             self.workspace.scores,
-            self.workspace.row_tiles,
         )
 
     def select(self, _: int) -> None:
@@ -94,7 +93,6 @@ class Inputs:
         cuda_select.select(
             out.scores,
             None,
-            out.row_tiles,
             self.page_table,
             self.seq_lens,
             self.budgets,

@@ -45,7 +45,6 @@ def score(
         sm_scale,
         scores,
         (scores.stride(0), scores.stride(1)),
-        0,
         tiles,
         open_pages=open_pages,
     )
@@ -72,14 +71,13 @@ def score_packed(
     budgets: torch.Tensor,
     sm_scale: float,
     scores: torch.Tensor,
-    row_tiles: torch.Tensor,
     settled: bool = False,
     open_pages: torch.Tensor | None = None,
 ) -> None:
     """Score the rows whose budget leaves pages out, packed row after row, for ``select``.
 
-    ``scores`` is fp32 ``[q_heads * total_pages]``; ``row_tiles``, int32 ``[rows + 1]`` at least, gets
-    where each row begins, in tiles of 8 pages.  ``settled`` and ``open_pages`` as in ``score_select``.
+    ``scores`` is fp32 ``[q_heads * total_pages]``, of which a row gets whole tiles of 8 pages, as long as
+    they fit.  ``settled`` and ``open_pages`` as in ``score_select``.
     """
     tiles = scores.numel() // (queries.shape[1] * TILE_PAGES)
     _launch(
@@ -92,7 +90,6 @@ def score_packed(
         sm_scale,
         scores,
         (0, 0),
-        row_tiles.data_ptr(),
         tiles,
         settled,
         open_pages,
@@ -109,7 +106,6 @@ def _launch(
     sm_scale: float,
     scores: torch.Tensor,
     score_strides: tuple[int, int],
-    row_tiles: int,
     capacity: int,
     settled: bool = False,
     open_pages: torch.Tensor | None = None,
@@ -129,7 +125,6 @@ def _launch(
         budgets.data_ptr(),
         scores.data_ptr(),
         *score_strides,
-        row_tiles,
         rows,
         kv_heads,
         q_heads // kv_heads,

@@ -8,12 +8,12 @@ import torch
 
 from . import build
 from .cuda_score import MAX_GROUP, check_tables
+from .workspace import TILE_PAGES
 
 
 def select(
     scores: torch.Tensor,
     lse: torch.Tensor | None,
-    row_tiles: torch.Tensor | None,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     budgets: torch.Tensor,
@@ -25,9 +25,9 @@ def select(
 ) -> None:
     """Fill ``pages`` and ``logical [rows, kv_heads, width]`` and ``counts [rows]`` (int32).
 
-    Scores are dense, ``[rows, q_heads, max_pages]`` with ``lse [rows, q_heads]``, or, with
-    ``row_tiles``, packed as ``cuda_score.score_packed`` leaves them; without ``lse`` it is
-    computed here.  See :func:`locks_kernels.select.select` for the rest.
+    Scores are dense, ``[rows, q_heads, max_pages]`` with ``lse [rows, q_heads]``, or of one dimension,
+    packed as ``cuda_score.score_packed`` leaves them; without ``lse`` it is computed here.  See
+    :func:`locks_kernels.select.select` for the rest.
     """
     rows, kv_heads, width = pages.shape
     check_tables(rows, page_table, seq_lens, budgets)
@@ -35,14 +35,15 @@ def select(
         raise ValueError(f"{q_heads // kv_heads} query heads a KV head; legal: 1 to {MAX_GROUP}")
     if rows == 0:
         return
-    if row_tiles is None and scores.stride(-1) != 1:
+    if scores.stride(-1) != 1:
         raise ValueError("the scores of a head must be contiguous")
-    strides = (0, 0) if row_tiles is not None else (scores.stride(0), scores.stride(1))
+    packed = scores.dim() == 1
+    strides = (0, 0) if packed else (scores.stride(0), scores.stride(1))
     library(q_heads // kv_heads).select(
         scores.data_ptr(),
         *strides,
         0 if lse is None else lse.data_ptr(),
-        0 if row_tiles is None else row_tiles.data_ptr(),
+        scores.numel() // (q_heads * TILE_PAGES) if packed else 0,
         page_table.data_ptr(),
         page_table.stride(0),
         seq_lens.data_ptr(),

@@ -100,7 +100,6 @@ def _score_select_cuda(
         budgets,
         sm_scale,
         workspace.scores,
-        workspace.row_tiles,
         settled,
         open_pages,
     )
@@ -108,7 +107,6 @@ def _score_select_cuda(
     cuda_select.select(
         workspace.scores,
         None,
-        workspace.row_tiles,
         page_table,
         seq_lens,
         budgets,

@@ -79,9 +79,7 @@ def select(
     if chosen == "cuda":
         from . import cuda_select
 
-        cuda_select.select(
-            scores, lse, None, page_table, seq_lens, budgets, scores.shape[1], page_size, *lists
-        )
+        cuda_select.select(scores, lse, page_table, seq_lens, budgets, scores.shape[1], page_size, *lists)
         return out
     if chosen == "triton":
         from . import triton_select

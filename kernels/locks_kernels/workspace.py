@@ -21,7 +21,6 @@ class Workspace:
 
     Attributes:
         scores: fp32 ``[q_heads * total_pages]``, page scores of the rows that are scored, packed.
-        row_tiles: int32 ``[max_rows + 1]``, where a row's scores begin, in tiles of 8 pages.
         pages, logical: int32 ``[max_rows, kv_heads, width]``, the selection.
         counts: int32 ``[max_rows]``.
         attend: scratch of split attention.
@@ -35,7 +34,6 @@ class Workspace:
     width: int
     head_dim: int
     scores: torch.Tensor
-    row_tiles: torch.Tensor
     pages: torch.Tensor
     logical: torch.Tensor
     counts: torch.Tensor
@@ -91,7 +89,6 @@ class Workspace:
             width=width,
             head_dim=head_dim,
             scores=buffer(q_heads * total, dtype=torch.float32),
-            row_tiles=buffer(max_rows + 1),
             pages=buffer(max_rows, kv_heads, width),
             logical=buffer(max_rows, kv_heads, width),
             counts=buffer(max_rows),

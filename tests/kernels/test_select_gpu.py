@@ -1,7 +1,5 @@
 """select and score_select on a GPU: the reference's sets, ties, budgets, CUDA graphs."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 from gpu_cases import cuda, make_pair
@@ -126,10 +124,9 @@ def test_packed_scores(pages, group):
             end = first + many * tile * kv_heads * group
             packed[first:end].view(kv_heads * group, -1)[:, :count] = dense.scores[row, :, :count]
             first = end
-    row_tiles = torch.tensor([0, *accumulate(tiles)], dtype=torch.int32, device="cuda")
     got = Selection(*(torch.zeros_like(part) for part in (want.pages, want.logical, want.counts)))
     lists = (got.pages, got.logical, got.counts)
-    cuda_select.select(packed, None, row_tiles, table, lengths, budgets, kv_heads * group, PAGE, *lists)
+    cuda_select.select(packed, None, table, lengths, budgets, kv_heads * group, PAGE, *lists)
     same(got, want, width)
 
 

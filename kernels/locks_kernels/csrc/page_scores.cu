@@ -37,7 +37,6 @@ struct PageScoreParams {
   const int* budgets;
   float* scores;
   int64_t score_row_stride, score_head_stride;
-  int* row_tiles;
   int rows, kv_heads, group, capacity;
   float sm_scale;
 };
@@ -129,9 +128,6 @@ __global__ void __launch_bounds__(kThreads) page_scores_kernel(const __grid_cons
   wait_for_previous_kernel();
   let_next_kernel_start();
   schedule_rows(first, params.rows, params.lengths, params.budgets, kPage, params.capacity);
-  if (blockIdx.x == 0 && params.score_row_stride == 0) {
-    for (int row = threadIdx.x; row <= params.rows; row += blockDim.x) params.row_tiles[row] = first[row];
-  }
   const int warps = gridDim.x * (kThreads / 32);
   const int64_t units = static_cast<int64_t>(first[params.rows]) * params.kv_heads;
   int row = 0;
@@ -191,7 +187,7 @@ __global__ void __launch_bounds__(1024) lse_kernel(const __grid_constant__ LsePa
 void page_scores(int64_t queries, int64_t query_row_stride, int64_t query_head_stride, int64_t keys,
                  int64_t page_stride, int64_t token_stride, int64_t head_stride, int64_t low, int64_t high,
                  int64_t page_table, int64_t table_stride, int64_t lengths, bool wide_lengths, int64_t budgets,
-                 int64_t scores, int64_t score_row_stride, int64_t score_head_stride, int64_t row_tiles, int64_t rows,
+                 int64_t scores, int64_t score_row_stride, int64_t score_head_stride, int64_t rows,
                  int64_t kv_heads, int64_t group, int64_t capacity, double sm_scale, int64_t stream) {
   PageScoreParams params;
   params.queries = address<const uint16_t>(queries);
@@ -207,7 +203,6 @@ void page_scores(int64_t queries, int64_t query_row_stride, int64_t query_head_s
   params.scores = address<float>(scores);
   params.score_row_stride = score_row_stride;
   params.score_head_stride = score_head_stride;
-  params.row_tiles = address<int>(row_tiles);
   params.rows = static_cast<int>(rows);
   params.kv_heads = static_cast<int>(kv_heads);
   params.group = static_cast<int>(group);

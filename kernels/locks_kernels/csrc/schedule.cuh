@@ -12,6 +12,11 @@ __device__ __forceinline__ int pages_of(int length, int page_size) { return (len
 // A row is scored only if its budget leaves something out.
 __device__ __forceinline__ bool needs_scores(int pages, int budget) { return pages > budget; }
 
+// Tiles of a row whose budget allows `budget` pages.
+__device__ __forceinline__ int tiles_of(int pages, int budget) {
+  return needs_scores(pages, budget) ? (pages + kTile - 1) / kTile : 0;
+}
+
 // Fills first[0..rows] with the first tile of every row (first[rows] is the total).  Rows that
 // need no scores get none; nor do those past `capacity` tiles, which then attend everything.
 // All threads of the block call it; `first` is shared memory and ready when it returns.
@@ -19,8 +24,7 @@ __device__ __forceinline__ void schedule_rows(int* first, int rows, const Length
                                               int page_size, int capacity) {
 #pragma unroll 1
   for (int row = threadIdx.x; row < rows; row += blockDim.x) {
-    int pages = pages_of(lengths[row], page_size);
-    first[row + 1] = needs_scores(pages, budgets[row]) ? (pages + kTile - 1) / kTile : 0;
+    first[row + 1] = tiles_of(pages_of(lengths[row], page_size), budgets[row]);
   }
   if (threadIdx.x == 0) first[0] = 0;
   __syncthreads();
@@ -45,6 +49,16 @@ __device__ __forceinline__ void schedule_rows(int* first, int rows, const Length
     }
   }
   __syncthreads();
+}
+
+// The first tile of one row, as schedule_rows finds it where the row fits.  All lanes of a warp call it.
+__device__ __forceinline__ int first_tile(int row, const Lengths& lengths, const int* budgets, int page_size) {
+  int before = 0;
+#pragma unroll 1
+  for (int other = threadIdx.x % 32; other < row; other += 32) {
+    before += tiles_of(pages_of(lengths[other], page_size), budgets[other]);
+  }
+  return __reduce_add_sync(kFullWarp, before);
 }
 
 }  // namespace locks

@@ -45,7 +45,6 @@ struct ScoreParams {
   // Dense scores [rows, q_heads, pages] have strides; packed ones (row stride 0) lay the tiles of
   // all rows end to end, a row's heads one after the other.
   int64_t score_row_stride, score_head_stride;
-  int* row_tiles;  // written for `select`
   int rows, kv_heads, group, capacity;
   float sm_scale;
   // The tables and records were complete before the kernel before this one began: only the queries
@@ -321,10 +320,6 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
     wait_for_previous_kernel();
     // Not earlier: what the next kernels read ahead of their own wait must be there when they start.
     let_next_kernel_start();
-    if (blockIdx.x == 0 && params.score_row_stride == 0) {
-#pragma unroll 1
-      for (int row = threadIdx.x; row <= params.rows; row += 32 * kWarps) params.row_tiles[row] = first[row];
-    }
     score_units(params, rows, shared);
   } else {
     const int copy_warp = threadIdx.x / 32 - kWarps;
@@ -339,7 +334,7 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
            int64_t token_stride, int64_t head_stride, int64_t basis, int64_t coefficients, int64_t centroid,
            int64_t scales, int64_t scales_end, int64_t page_table, int64_t table_stride, int64_t lengths,
            bool wide_lengths, int64_t budgets, int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
-           int64_t row_tiles, int64_t rows, int64_t kv_heads, int64_t group, int64_t capacity, double sm_scale,
+           int64_t rows, int64_t kv_heads, int64_t group, int64_t capacity, double sm_scale,
            bool settled, [[maybe_unused]] int64_t open_pages, int64_t stream) {
   ScoreParams params;
   params.queries = address<const uint16_t>(queries);
@@ -362,7 +357,6 @@ void score(int64_t queries, int64_t query_row_stride, int64_t query_head_stride,
   params.scores = address<float>(scores);
   params.score_row_stride = score_row_stride;
   params.score_head_stride = score_head_stride;
-  params.row_tiles = address<int>(row_tiles);
   params.rows = static_cast<int>(rows);
   params.kv_heads = static_cast<int>(kv_heads);
   params.group = static_cast<int>(group);

@@ -38,9 +38,9 @@ struct List {
 
 struct SelectParams {
   const float* scores;
-  int64_t score_row_stride, score_head_stride;  // row stride 0: packed by row_tiles
+  int64_t score_row_stride, score_head_stride;  // row stride 0: packed as schedule_rows lays them out,
+  int capacity;                                 // in so many tiles
   const float* lse;                             // [rows, q_heads], or null: computed here
-  const int* row_tiles;
   const int* page_table;
   int64_t table_stride;
   Lengths lengths;
@@ -266,6 +266,19 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocksAtOnce)
       copy_async<4>(shared_address(physical + i), list.table + begin + i, policy);
     }
   }
+  // Where the scores lie follows from what score was given, too: nothing to wait for.
+  Scores scores{nullptr, params.score_head_stride};
+  bool fits = true;
+  if constexpr (kPacked) {
+    const int first = first_tile(row, params.lengths, params.budgets, params.page_size);
+    const int tiles = tiles_of(present, budget);
+    fits = first + tiles <= params.capacity;
+    scores.stride = static_cast<int64_t>(tiles) * kTile;
+    scores.at = params.scores + (static_cast<int64_t>(first) * kTile) * (params.kv_heads * kGroup) +
+                head * kGroup * scores.stride + begin;
+  } else {
+    scores.at = params.scores + row * params.score_row_stride + head * kGroup * scores.stride + begin;
+  }
   shared.histogram[0][threadIdx.x] = shared.histogram[1][threadIdx.x] = shared.local[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.above = shared.equal = shared.candidates = 0;
@@ -277,20 +290,11 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocksAtOnce)
   // Not earlier: attend's blocks would take the multiprocessors that later blocks of this kernel need.
   let_next_kernel_start();
 
-  Scores scores{nullptr, params.score_head_stride};
-  if constexpr (kPacked) {
-    const int first = params.row_tiles[row], tiles = params.row_tiles[row + 1] - first;
-    // A row that did not fit the workspace attends everything.
-    if (tiles == 0) {
-      copies_wait();
-      list_everything(params, list, present, row, head, team.size);
-      return;
-    }
-    scores.stride = static_cast<int64_t>(tiles) * kTile;
-    scores.at = params.scores + (static_cast<int64_t>(first) * kTile) * (params.kv_heads * kGroup) +
-                head * kGroup * scores.stride + begin;
-  } else {
-    scores.at = params.scores + row * params.score_row_stride + head * kGroup * scores.stride + begin;
+  // A row that did not fit the workspace attends everything.
+  if (!fits) {
+    copies_wait();
+    list_everything(params, list, present, row, head, team.size);
+    return;
   }
   if (team.rank == 0 && head == 0 && threadIdx.x == 0) params.counts[row] = budget;
 
@@ -435,8 +439,8 @@ Shape choose_shape(int device, int64_t max_pages, int lists) {
   }
 }
 
-// `lse` and `logical` may be 0; `row_tiles` is read where the row stride of the scores is 0.
-void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride, int64_t lse, int64_t row_tiles,
+// `lse` and `logical` may be 0; `capacity` is of scores whose row stride is 0.
+void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride, int64_t lse, int64_t capacity,
             int64_t page_table, int64_t table_stride, int64_t lengths, bool wide_lengths, int64_t budgets,
             int64_t pages, int64_t logical, int64_t counts, int64_t rows, int64_t kv_heads, int64_t page_size,
             int64_t width, int64_t max_pages, int64_t stream) {
@@ -445,7 +449,7 @@ void select(int64_t scores, int64_t score_row_stride, int64_t score_head_stride,
   params.score_row_stride = score_row_stride;
   params.score_head_stride = score_head_stride;
   params.lse = address<const float>(lse);
-  params.row_tiles = address<const int>(row_tiles);
+  params.capacity = static_cast<int>(capacity);
   params.page_table = address<const int>(page_table);
   params.table_stride = table_stride;
   params.lengths = Lengths{address<const void>(lengths), wide_lengths};
