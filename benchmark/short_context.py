@@ -22,11 +22,10 @@ import torch
 from graph_timing import graph_us
 from kernel_floor import Case, Inputs
 from locks_kernels import ATTEND_ALL
-from locks_kernels.workspace import Workspace
 
 CONTEXTS = (4096, 8192, 16_384, 32_768)
 BATCHES = (1, 4, 16)
-TABLE_PAGES = 65_536
+TABLE_TOKENS = 2**20
 CALLS = 12
 
 
@@ -53,24 +52,13 @@ class Behind:
 
 
 def measure(context: int, batch: int, form: str, budget: int, behind: Behind) -> list[dict]:
-    case = Case("glm4-9b-1m", 4, 8, 128, context, batch, form, budget // kernel_floor.PAGE)
+    pages = budget // kernel_floor.PAGE
+    case = Case("glm4-9b-1m", 4, 8, 128, context, batch, form, pages, TABLE_TOKENS)
     inputs = Inputs(case, with_values=True)
     rows = []
     dense = kernel_floor.flashinfer_call(inputs)
     if dense is not None:
         rows.append(kernel_floor.row(case, "dense", "flashinfer", 0, behind.us(dense)))
-    table = torch.zeros(batch, TABLE_PAGES, dtype=torch.int32, device="cuda")
-    table[:, : case.row_pages] = inputs.page_table
-    inputs.page_table = table
-    inputs.workspace = Workspace.allocate(
-        max_rows=batch,
-        q_heads=case.q_heads,
-        kv_heads=case.kv_heads,
-        max_pages=TABLE_PAGES,
-        width=case.budget_pages,
-        head_dim=case.head_dim,
-        device="cuda",
-    )
     for op, pages in (("select", case.budget_pages), ("everything", ATTEND_ALL)):
         inputs.budgets.fill_(pages)
         rows.append(kernel_floor.row(case, op, "cuda", 0, behind.us(partial(inputs.layer, 0))))
@@ -81,6 +69,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--format", default="r6h")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--commit", help="commit to name in the results")
@@ -91,7 +81,7 @@ def main() -> None:
         sys.exit("short_context needs an NVIDIA GPU")
     behind = Behind()
     rows = []
-    for batch, context in product(BATCHES, CONTEXTS):
+    for batch, context in product(arguments.batches, arguments.contexts):
         found = measure(context, batch, arguments.format, arguments.budget, behind)
         rows += found
         times = "  ".join(f"{row['op']} {row['us']:.1f}" for row in found)
