@@ -16,8 +16,9 @@ MAX_GROUP = 16
 
 CLUSTERS = (1, 2, 4, 8, 16)
 
-TILES_A_WARP = 2
-"""Tiles of 16 tokens that a warp gets at least before a (row, KV head) is split further."""
+TILES_A_WARP = 1
+"""Tiles of 16 tokens that a warp gets at least before a (row, KV head) is split over further blocks of a
+cluster; over further clusters it is for more (``Share`` in csrc/attend_warp.cuh)."""
 
 
 def attend(

@@ -3,10 +3,12 @@
 // The tokens of a (row, KV head) are split over blocks and, within a block, over warps, in tiles
 // of 16.  A warp keeps a tile's K and V in registers only: the order in which dimensions enter a
 // dot product is free, so 16-byte loads give operands of the tensor cores without shared memory.
+// The list of a sparse step has about as many tiles as a cluster has warps.
 //   S^T [16 tokens x 8 heads] = K q^T        A = K, B = q
 //   O^T [16 dims x 8 heads]  += V^T P^T      A = V^T (byte permutes), B = P^T (movmatrix)
-// Blocks of a cluster merge through each other's shared memory; clusters of one (row, KV head)
-// through global memory, the last to finish doing it, always in the same order.
+// Blocks of a cluster merge through each other's shared memory, each a slice of the output, and wait for
+// what the others send, not for them; clusters of one (row, KV head) merge through global memory, the
+// last to finish doing it, always in the same order.
 //
 // variant: HEAD_DIM=128 PAGE=16 KV_TYPE=0 Q_TYPE=0 HEAD_TILES=1
 // variant: HEAD_DIM=128 PAGE=16 KV_TYPE=0 Q_TYPE=0 HEAD_TILES=2
@@ -22,14 +24,15 @@ namespace locks {
 __global__ void __launch_bounds__(kThreads, kBlocks) attend_kernel(Params params) {
   extern __shared__ __align__(16) unsigned char storage[];
   Shared& shared = *reinterpret_cast<Shared*>(storage);
+  // Blocks start in the order x, y, z: the first cluster of every (row, KV head), which all need, is there
+  // before those that only long lists need.
   int64_t row_head = blockIdx.y;
   int row = blockIdx.y / params.kv_heads, head = blockIdx.y % params.kv_heads;
-  int split = blockIdx.x;
+  int rank = blockIdx.x, cluster = blockIdx.z, split = cluster * params.cluster + rank;
   bool chained = params.budgets != nullptr;
   if (!chained) wait_for_previous_kernel();
 
-  Queries queries;
-  queries.load(params, row, head);
+  QueryPart part(params, row, head);
   int length = params.lengths[row], present = (length + kPage - 1) / kPage;
   int budget = chained ? params.budgets[row] : params.width;
   bool everything = chained && present <= budget;
@@ -48,45 +51,57 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend_kernel(Params params
   }
   const int splits = share.splits;
   if (split >= splits) return;
-  int peers = min(splits, params.cluster), rank = split % params.cluster;
-  if (peers > 1) cluster_arrive();
 
+  const int peers = min(splits, params.cluster);
   Accumulator acc;
   acc.clear();
-  if (share.begin < share.end) attend_tiles(params, queries, list, head, share, acc);
+  attend_tiles(params, shared.queries, list, head, share, acc, [&] {
+    part.store(shared.queries);
+    if (threadIdx.x == 0) open_inbox(shared, peers, rank, params.group);
+    if (peers > 1) cluster_arrive();
+    __syncthreads();
+  });
   let_next_kernel_start();
   stage_warps(shared, acc);
 
   // Every block of the cluster merges one slice of [group x kDim] over the blocks.
-  Slices slices(params.group * (kDim / 4), peers);
-  if (peers > 1) cluster_wait();  // all peers have started, so their shared memory is there
+  const Slices slices = shared.slices;
+  if (peers > 1) cluster_wait();  // all peers have started, so their barriers are there
   send_slices(shared, slices, rank, params.group);
-  if (peers > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
-  int clusters = splits / peers, cluster = split / params.cluster;
-  int first = slices.begin(rank), stop = slices.begin(rank + 1);
-  int64_t slots = params.splits / params.cluster;  // clusters that a row has room for
-  int64_t slot = row_head * slots + cluster;
-  for (int item = first + threadIdx.x; item < stop; item += kThreads) {
-    int member = item / (kDim / 4), dim = item % (kDim / 4) * 4;
-    Merged merged = merge_parts<4>(peers, [&](int peer, float2& sums, float4& v) {
+  // Also where a slice is empty: a block has to be there as long as its peers send.
+  wait_for_inbox(shared);
+
+  const int first = slices.begin(rank), stop = slices.begin(rank + 1);
+  auto merge_peers = [&](int item) {
+    int member = item / (kDim / 4);
+    return merge_parts(slices.peers, [&](int peer, float2& sums, float4& v) {
       sums = shared.inbox_sums[peer][member];
       v = shared.inbox[peer * slices.stride + item - first];
     });
-    if (clusters == 1) {
-      write_output(params, merged, row_head, member, dim);
-    } else {
-      *reinterpret_cast<float4*>(params.partial_output + (slot * params.group + member) * kDim + dim) = merged.output;
-      // The heads of a slice belong to it alone or hold equal values in its neighbour's entry.
-      params.partial_sums[(slot * params.cluster + rank) * params.group + member] =
-          make_float2(merged.peak, merged.total);
-    }
-  }
-  if (clusters > 1) {
+  };
+  if (splits <= params.cluster) {
+    for_each_item(first, stop, [&](int item, bool writes) {
+      Merged merged = merge_peers(item);
+      if (writes) write_output(params, merged, row_head, item);
+    });
+  } else {
+    int clusters = splits / params.cluster;
+    int64_t slots = gridDim.z;  // clusters that a row has room for
+    // Where a cluster leaves an item and its sums.  The heads of a slice belong to it alone or hold equal
+    // values in its neighbour's entry.
+    auto place = [&](int of, int item, int64_t& output, int64_t& sums) {
+      int64_t slot = row_head * slots + of;
+      output = slot * params.group * kDim + item * 4;
+      sums = (slot * params.cluster + rank) * params.group + item / (kDim / 4);
+    };
+    for_each_item(first, stop, [&](int item, bool writes) {
+      Merged merged = merge_peers(item);
+      int64_t output, sums;
+      place(cluster, item, output, sums);
+      if (!writes) return;
+      *reinterpret_cast<float4*>(params.partial_output + output) = merged.output;
+      params.partial_sums[sums] = make_float2(merged.peak, merged.total);
+    });
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -97,16 +112,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend_kernel(Params params
     __syncthreads();
     if (shared.last) {
       __threadfence();
-      for (int item = first + threadIdx.x; item < stop; item += kThreads) {
-        int member = item / (kDim / 4), dim = item % (kDim / 4) * 4;
-        Merged merged = merge_parts<8>(clusters, [&](int other, float2& sums, float4& v) {
-          int64_t from = row_head * slots + other;
-          sums = __ldcg(&params.partial_sums[(from * params.cluster + rank) * params.group + member]);
-          v = __ldcg(reinterpret_cast<const float4*>(params.partial_output +
-                                                     (from * params.group + member) * kDim + dim));
+      for_each_item(first, stop, [&](int item, bool writes) {
+        Merged merged = merge_parts(clusters, [&](int other, float2& sums, float4& v) {
+          int64_t output_at, sums_at;
+          place(other, item, output_at, sums_at);
+          sums = __ldcg(&params.partial_sums[sums_at]);
+          v = __ldcg(reinterpret_cast<const float4*>(params.partial_output + output_at));
         });
-        write_output(params, merged, row_head, member, dim);
-      }
+        if (writes) write_output(params, merged, row_head, item);
+      });
     }
   }
   // A kernel that is complete tells the next one that all before it are.
@@ -118,6 +132,17 @@ void prepare() {
              "shared memory of attend");
   check_cuda(cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
              "clusters of attend");
+}
+
+// A stride of the pool as the kernel takes it, which multiplies it by less than `times`: products with 32 bits
+// are one instruction.
+int stride_bytes(int64_t elements, int64_t times) {
+  int64_t bytes = elements * Kv::kBytes;
+  if (bytes * times > INT32_MAX) {
+    TVM_FFI_THROW(ValueError) << "pages or tokens of the pool lie " << bytes << " bytes apart; legal: less than "
+                              << INT32_MAX / times;
+  }
+  return static_cast<int>(bytes);
 }
 
 // Addresses, strides (in elements) and sizes as integers: the caller (cuda_attend.py) has checked them.
@@ -133,12 +158,12 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
                 q_head,
                 address<const unsigned char>(keys),
                 address<const unsigned char>(values),
-                k_page * Kv::kBytes,
-                k_slot * Kv::kBytes,
                 k_head * Kv::kBytes,
-                v_page * Kv::kBytes,
-                v_slot * Kv::kBytes,
                 v_head * Kv::kBytes,
+                stride_bytes(k_page, 1),
+                stride_bytes(k_slot, kPage),
+                stride_bytes(v_page, 1),
+                stride_bytes(v_slot, kPage),
                 address<const int>(pages),
                 width,
                 address<const int>(counts),
@@ -164,7 +189,8 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
 #endif
   static const bool prepared = (prepare(), true);
   (void)prepared;
-  dim3 grid(static_cast<unsigned>(splits), static_cast<unsigned>(rows * kv_heads));
+  dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(rows * kv_heads),
+            static_cast<unsigned>(splits / cluster));
   launch(attend_kernel, grid, kThreads, sizeof(Shared), stream,
          static_cast<int>(cluster), params);
 }

@@ -13,8 +13,8 @@
 #ifndef HOT  // whether negative entries of the lists are tiles of a second pool
 #define HOT 0
 #endif
-#ifndef WARPS
-#define WARPS 4
+#ifndef WARPS  // of a block; where two blocks of eight fit a multiprocessor, a short list gets a warp a tile
+#define WARPS (HEAD_DIM * HEAD_TILES <= 128 ? 8 : 4)
 #endif
 
 namespace locks {
@@ -25,7 +25,7 @@ constexpr int kTiles = HEAD_TILES;  // of 8 query heads: the group is padded to 
 constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
 #ifndef BLOCKS  // that a multiprocessor should hold at a time, which limits the registers
-#define BLOCKS (HEAD_DIM * HEAD_TILES <= 128 ? 12 / WARPS : HEAD_DIM * HEAD_TILES <= 256 ? 8 / WARPS : 1)
+#define BLOCKS (HEAD_DIM * HEAD_TILES <= 128 ? 16 / WARPS : HEAD_DIM * HEAD_TILES <= 256 ? 8 / WARPS : 1)
 #endif
 constexpr int kBlocks = BLOCKS;
 static_assert(Q_TYPE == kBf16 || Q_TYPE == kFp16, "queries");
@@ -42,7 +42,8 @@ struct Params {
   const void* queries;
   int64_t q_row, q_head;
   const unsigned char *keys, *values;
-  int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;  // bytes
+  int64_t k_head, v_head;               // bytes
+  int k_page, k_slot, v_page, v_slot;   // bytes
   const int* pages;
   int64_t width;
   const int* counts;
@@ -74,31 +75,52 @@ __device__ __forceinline__ uint32_t transpose(uint32_t v) {
   return out;
 }
 
+// The queries of a KV head as operands, for all warps: they would take a quarter of a thread's registers.
 struct Queries {
-  uint32_t words[kTiles][kRows][4];
+  uint4 words[kTiles][kRows][32];
 
-  // Head g of every tile, dimensions 32 c + 8 t + {0..7}.
-  __device__ __forceinline__ void load(const Params& params, int row, int head) {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  // B of vector c of tile n: head g, dimensions 32 c + 8 t + {0..7}.  Volatile, lest it be kept in registers.
+  __device__ __forceinline__ void operand(int n, int c, uint32_t (&q)[4]) const {
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(q[0]), "=r"(q[1]), "=r"(q[2]), "=r"(q[3])
+                 : "r"(shared_address(&words[n][c][threadIdx.x % 32])));
+  }
+};
+
+// The vectors of the queries that a warp brings to shared memory.
+struct QueryPart {
+  static constexpr int kVectors = kTiles * kRows, kEach = (kVectors + kWarps - 1) / kWarps;
+  using Type = KeyType<Q_TYPE>;
+  typename Type::Vector v[kEach];
+
+  __device__ __forceinline__ QueryPart(const Params& params, int row, int head) {
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      int member = 8 * n + g;
-      int64_t at = row * params.q_row + (head * params.group + member) * params.q_head + 8 * t;
+    for (int i = 0; i < kEach; ++i) {
+      int vector = warp + i * kWarps, member = vector / kRows * 8 + g;
+      int64_t at = row * params.q_row + (head * params.group + member) * params.q_head + vector % kRows * 32 + 8 * t;
+      v[i] = vector < kVectors && member < params.group
+                 ? Type::load(static_cast<const unsigned char*>(params.queries) + 2 * at)
+                 : typename Type::Vector{};
+    }
+  }
+
+  __device__ __forceinline__ void store(Queries& queries) const {
+    int warp = threadIdx.x / 32;
 #pragma unroll
-      for (int c = 0; c < kRows; ++c) {
+    for (int i = 0; i < kEach; ++i) {
+      uint32_t w[4];
+      Type::words(v[i], w);
+      if constexpr (Type::kBf16Math != Kv::kBf16Math) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[n][c][i] = 0;
-        if (member < params.group) {
-          const auto* from = static_cast<const unsigned char*>(params.queries) + 2 * (at + 32 * c);
-          KeyType<Q_TYPE>::words(KeyType<Q_TYPE>::load(from), words[n][c]);
+        for (uint32_t& word : w) {
+          float2 pair = Type::pair(word);
+          word = Kv::pack(pair.x, pair.y);
         }
-        if constexpr (KeyType<Q_TYPE>::kBf16Math != Kv::kBf16Math) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float2 pair = KeyType<Q_TYPE>::pair(words[n][c][i]);
-            words[n][c][i] = Kv::pack(pair.x, pair.y);
-          }
-        }
+      }
+      int vector = warp + i * kWarps;
+      if (vector < kVectors) {
+        queries.words[vector / kRows][vector % kRows][threadIdx.x % 32] = make_uint4(w[0], w[1], w[2], w[3]);
       }
     }
   }
@@ -113,10 +135,14 @@ struct Share {
   __device__ __forceinline__ Share(const Params& params, int count, int length, int split) {
     tokens = count > 0 ? (count - 1) * kPage + (length - 1) % kPage + 1 : 0;
     unsigned tiles = (tokens + 15) / 16;
-    // Blocks in use: as many as give every warp enough tiles, whole clusters if it takes more than one.
+    // Blocks in use: as many as give every warp enough tiles.  Merging several clusters takes as long as
+    // about two tiles: it has to save that, and they are whole clusters.
     unsigned enough = kWarps * params.tiles_a_warp, cluster = params.cluster;
     unsigned used = max(1u, (tiles + enough - 1) / enough);
-    if (used > cluster) used = (used + cluster - 1) / cluster * cluster;
+    if (used > cluster) {
+      used = tiles <= 4 * kWarps * cluster ? cluster : (tiles + 2 * kWarps - 1) / (2 * kWarps);
+      used = (used + cluster - 1) / cluster * cluster;
+    }
     splits = min(used, static_cast<unsigned>(params.splits));
     // At most 2^12 warps share at most 2^18 tiles.
     unsigned warp = split * kWarps + threadIdx.x / 32, warps = splits * kWarps;
@@ -140,7 +166,7 @@ struct PageList {
     next_ids = read(begin + 32);
   }
   // Page of tile `at`, which does not decrease from call to call; 0 past the end.
-  __device__ __forceinline__ int64_t page(int at) {
+  __device__ __forceinline__ int page(int at) {
     if (at >= tile + 32) {
       tile += 32;
       ids = next_ids;
@@ -193,7 +219,8 @@ __device__ __forceinline__ void products(const Tile& tile, const Queries& querie
     Kv::words(tile.keys.v[1][c], bottom);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const uint32_t(&q)[4] = queries.words[n][c];
+      uint32_t q[4];
+      queries.operand(n, c, q);
       Kv::mma(s[n], top[0], bottom[0], top[1], bottom[1], q[0], q[1]);
       Kv::mma(s[n], top[2], bottom[2], top[3], bottom[3], q[2], q[3]);
     }
@@ -259,16 +286,19 @@ __device__ __forceinline__ void accumulate(const Tile& tile, const uint32_t (&p)
 // Where the token `slot` of a page lies, and the bytes from token to token.
 struct Place {
   const unsigned char* at;
-  int64_t slot_bytes;
+  int slot_bytes;
 };
 
-__device__ __forceinline__ Place find(const unsigned char* pool, int64_t page_bytes, int64_t slot_bytes,
-                                      [[maybe_unused]] const unsigned char* hot, int64_t page, int slot) {
+__device__ __forceinline__ Place find(const unsigned char* pool, int page_bytes, int slot_bytes,
+                                      [[maybe_unused]] const unsigned char* hot, int page, int slot) {
 #if HOT
-  constexpr int64_t kTokenBytes = kDim * Kv::kBytes;
-  if (page < 0) return {hot + ((-1 - page) * kPage + slot) * kTokenBytes, kTokenBytes};
+  constexpr int kTokenBytes = kDim * Kv::kBytes;
+  if (page < 0) return {hot + (-1 - page) * int64_t{kPage * kTokenBytes} + slot * kTokenBytes, kTokenBytes};
 #endif
-  return {pool + page * page_bytes + slot * slot_bytes, slot_bytes};
+  const unsigned char* at = pool + page * int64_t{page_bytes} + slot * slot_bytes;
+  // Otherwise the tokens' offsets are added to `pool` ahead of the loop over tiles, into registers of their own.
+  asm("" : "+l"(at));
+  return {at, slot_bytes};
 }
 
 // Asks for a tile of keys or values to be brought to L2.
@@ -283,43 +313,60 @@ __device__ __forceinline__ void prefetch_tile(Place place, int tokens) {
   }
 }
 
-// The tiles of a share that is not empty.
+// The tiles of a share.  `requested()` is called, by every warp, when its first loads are on their way.
+template <typename Requested>
 __device__ __forceinline__ void attend_tiles(const Params& params, const Queries& queries, PageList& list, int head,
-                                             const Share& share, Accumulator& acc) {
+                                             const Share& share, Accumulator& acc, const Requested& requested) {
   const int tokens = share.tokens, begin = share.begin, end = share.end;
   const unsigned char* keys = params.keys + head * params.k_head;
   const unsigned char* values = params.values + head * params.v_head;
-  auto slot_of = [](int tile) { return tile % (kPage / 16) * 16; };
   const unsigned char *hot_keys = nullptr, *hot_values = nullptr;
 #if HOT
   hot_keys = params.hot_keys, hot_values = params.hot_values;
+#else
+  // The lane's own part of slot 0 of page 0.
+  const unsigned char* own_keys = keys + decltype(Tile::keys)::own(params.k_slot);
+  const unsigned char* own_values = values + decltype(Tile::values)::own(params.v_slot);
 #endif
+  auto slot_of = [](int tile) { return tile % (kPage / 16) * 16; };
   Tile tile;
-  auto load_keys = [&](int64_t page, int at, int left) {
+  auto load_keys = [&](int page, int at, int left) {
+#if HOT
     Place place = find(keys, params.k_page, params.k_slot, hot_keys, page, slot_of(at));
     tile.keys.load(place.at, place.slot_bytes, left);
+#else
+    Place place = find(own_keys, params.k_page, params.k_slot, nullptr, page, slot_of(at));
+    tile.keys.load_own(place.at, place.slot_bytes, left);
+#endif
   };
-  auto load_values = [&](int64_t page, int at, int left) {
+  auto load_values = [&](int page, int at, int left) {
+#if HOT
     Place place = find(values, params.v_page, params.v_slot, hot_values, page, slot_of(at));
     tile.values.load(place.at, place.slot_bytes, left);
+#else
+    Place place = find(own_values, params.v_page, params.v_slot, nullptr, page, slot_of(at));
+    tile.values.load_own(place.at, place.slot_bytes, left);
+#endif
   };
-  int64_t page = list.page(begin);
-  load_keys(page, begin, tokens - 16 * begin);
-  load_values(page, begin, tokens - 16 * begin);
+  int page = list.page(begin);
+  int left = begin < end ? tokens - 16 * begin : 0;
+  load_keys(page, begin, left);
+  load_values(page, begin, left);
 #if !HOT
   // The second tile is asked for when the first one has come.  Short lists have no more than the two,
   // which otherwise wait for memory one after the other.
   if (begin + 1 < end) {
     page = list.page(begin + 1);
-    int left = min(tokens - 16 * (begin + 1), 16);
+    left = min(tokens - 16 * (begin + 1), 16);
     prefetch_tile(find(keys, params.k_page, params.k_slot, hot_keys, page, slot_of(begin + 1)), left);
     prefetch_tile(find(values, params.v_page, params.v_slot, hot_values, page, slot_of(begin + 1)), left);
   }
 #endif
+  requested();
   for (int at = begin; at < end; ++at) {
     // Past the end nothing is loaded: no token is left of the share.
     int next = at + 1;
-    int left = next < end ? tokens - 16 * next : 0;
+    left = next < end ? tokens - 16 * next : 0;
     page = list.page(next);
     float s[kTiles][4];
     uint32_t p[kTiles][2];

@@ -81,14 +81,21 @@ struct TokenRows {
   typename Type::Vector v[2][kVectors];
 
   __device__ __forceinline__ void load(const unsigned char* base, int64_t slot_bytes, int tokens = 16) {
+    load_own(base + own(slot_bytes), slot_bytes, tokens);
+  }
+  // In two steps, the first for many calls: where the lane's part of the sixteen tokens begins, from `base` on.
+  static __device__ __forceinline__ int64_t own(int64_t slot_bytes) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    return g * slot_bytes + 8 * t * Type::kBytes;
+  }
+  __device__ __forceinline__ void load_own(const unsigned char* at, int64_t slot_bytes, int tokens) {
+    int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int token = g + 8 * i;
 #pragma unroll
       for (int c = 0; c < kVectors; ++c) {
-        v[i][c] = token < tokens ? Type::load(base + token * slot_bytes + (32 * c + 8 * t) * Type::kBytes)
-                                 : typename Type::Vector{};
+        v[i][c] = g + 8 * i < tokens ? Type::load(at + 8 * i * slot_bytes + 32 * c * Type::kBytes)
+                                     : typename Type::Vector{};
       }
     }
   }
@@ -102,14 +109,21 @@ struct TokenColumns {
   typename Type::Vector v[4][kVectors];
 
   __device__ __forceinline__ void load(const unsigned char* base, int64_t slot_bytes, int tokens = 16) {
+    load_own(base + own(slot_bytes), slot_bytes, tokens);
+  }
+  static __device__ __forceinline__ int64_t own(int64_t slot_bytes) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    return 2 * t * slot_bytes + 8 * g * Type::kBytes;
+  }
+  __device__ __forceinline__ void load_own(const unsigned char* at, int64_t slot_bytes, int tokens) {
+    int t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      int token = 2 * t + (i & 1) + 8 * (i >> 1);
+      int token = (i & 1) + 8 * (i >> 1);
 #pragma unroll
       for (int c = 0; c < kVectors; ++c) {
-        v[i][c] = token < tokens ? Type::load(base + token * slot_bytes + (64 * c + 8 * g) * Type::kBytes)
-                                 : typename Type::Vector{};
+        v[i][c] = 2 * t + token < tokens ? Type::load(at + token * slot_bytes + 64 * c * Type::kBytes)
+                                         : typename Type::Vector{};
       }
     }
   }

@@ -18,7 +18,7 @@
 #include <map>
 #include <utility>
 
-#include "select_search.cuh"
+#include "select_scores.cuh"
 
 namespace locks {
 
@@ -60,116 +60,6 @@ __device__ __forceinline__ void list_everything(const SelectParams& params, cons
     }
   }
   if (blockIdx.x == 0 && head == 0 && threadIdx.x == 0) params.counts[row] = present;
-}
-
-// A block's scores, a row of `stride` for each query head.
-struct Scores {
-  const float* at;
-  int64_t stride;
-};
-
-// Scores of the pages from `i` on, as far as there are; -infinity behind them.
-using Run = float[kGroup][kRun];
-
-// kPacked: aligned to 16 bytes, and there is memory behind a row's last page up to the next multiple of kRun.
-template <bool kPacked>
-__device__ __forceinline__ void load_run(Run& run, const Scores& scores, int i, int count) {
-#pragma unroll
-  for (int g = 0; g < kGroup; ++g) {
-    const float* from = scores.at + g * scores.stride + i;
-    if constexpr (kPacked) {
-      const float4 four = i < count ? __ldcg(reinterpret_cast<const float4*>(from)) : float4{};
-      run[g][0] = four.x, run[g][1] = four.y, run[g][2] = four.z, run[g][3] = four.w;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) run[g][k] = i < count ? __ldcg(from + min(k, count - 1 - i)) : 0.0f;
-    }
-  }
-  if (i + kRun > count) {
-#pragma unroll
-    for (int g = 0; g < kGroup; ++g) {
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) run[g][k] = i + k < count ? run[g][k] : -INFINITY;
-    }
-  }
-}
-
-// Each lane gets one head's result over the warp: the heads are dealt to groups of neighbouring lanes.
-template <typename Join>
-__device__ __forceinline__ float reduce_heads(float (&values)[kGroupPower], Join join) {
-#pragma unroll
-  for (int step = 0; step < 5; ++step) {
-    const int mask = 16 >> step, left = kGroupPower >> (step + 1);  // heads that a lane keeps
-    const bool upper = threadIdx.x & mask;
-    if (left == 0) values[0] = join(values[0], __shfl_xor_sync(kFullWarp, values[0], mask));
-#pragma unroll
-    for (int i = 0; i < kGroupPower / 2; ++i) {
-      if (i >= left) continue;
-      const float low = values[i], high = values[i + left];
-      values[i] = join(upper ? high : low, __shfl_xor_sync(kFullWarp, upper ? low : high, mask));
-    }
-  }
-  return values[0];
-}
-
-// Log-sums of a warp's runs, by head as reduce_heads deals them.
-__device__ __forceinline__ LogSum sum_run(const Run& run) {
-  constexpr int kLanes = 32 / kGroupPower;
-  float values[kGroupPower];
-#pragma unroll
-  for (int g = 0; g < kGroupPower; ++g) {
-    values[g] = g < kGroup ? fmaxf(fmaxf(run[g % kGroup][0], run[g % kGroup][1]),
-                                   fmaxf(run[g % kGroup][2], run[g % kGroup][3]))
-                           : -INFINITY;
-  }
-  const float largest = kLog2e * reduce_heads(values, [](float a, float b) { return fmaxf(a, b); });
-  const float shift = largest == -INFINITY ? 0.0f : largest;
-#pragma unroll
-  for (int g = 0; g < kGroupPower; ++g) {
-    const float of_head = __shfl_sync(kFullWarp, shift, g * kLanes);
-    values[g] = 0.0f;
-    if (g < kGroup) {
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) values[g] += exp2_approx(run[g % kGroup][k] * kLog2e - of_head);
-    }
-  }
-  return LogSum{largest, reduce_heads(values, [](float a, float b) { return a + b; })};
-}
-
-// Keys of a run, their histogram and limits; the sink and the current page are always chosen.  Equal
-// scores give equal keys wherever they are, so that ties are ties.
-__device__ __forceinline__ uint4 make_keys(Shared& shared, const Run& run, int i, int begin, int count, int last_page,
-                                           unsigned& lowest, unsigned& highest) {
-  float shares[kRun] = {};
-#pragma unroll
-  for (int g = 0; g < kGroup; ++g) {
-    const float lse = shared.lse[g];
-#pragma unroll
-    for (int k = 0; k < kRun; ++k) shares[k] += exp2_approx(run[g][k] * kLog2e - lse);
-  }
-  const KeyRange ranked = kRankedKeys;
-  unsigned keys[kRun];
-#pragma unroll
-  for (int k = 0; k < kRun; ++k) {
-    const int page = begin + i + k;
-    keys[k] = page == 0 || page == last_page ? kFixed : __float_as_uint(shares[k]);
-    if (i + k < count && ranked.holds(keys[k])) {
-      atomicAdd(&shared.local[share_bin(keys[k])], 1u);
-      lowest = min(lowest, keys[k]);
-      highest = max(highest, keys[k]);
-    }
-  }
-  return make_uint4(keys[0], keys[1], keys[2], keys[3]);
-}
-
-// The limits of this block from those of its threads.
-__device__ __forceinline__ void note_limits(Shared& shared, unsigned lowest, unsigned highest) {
-  lowest = __reduce_min_sync(kFullWarp, lowest);
-  highest = __reduce_max_sync(kFullWarp, highest);
-  if (threadIdx.x % 32 == 0) {
-    atomicMin(&shared.own_limits.lowest, lowest);
-    atomicMax(&shared.own_limits.highest, highest);
-  }
 }
 
 // Calls `each` for the run of keys that this thread has of every kPagesPerBlock pages.
@@ -300,6 +190,7 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocksAtOnce)
 
   const int first_run = kRun * threadIdx.x;
   Run run;
+  bool exponentials = false;
   if (params.lse != nullptr) {
     if (threadIdx.x < kGroup) {
       const int64_t q_head = (static_cast<int64_t>(row) * params.kv_heads + head) * kGroup + threadIdx.x;
@@ -308,24 +199,46 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocksAtOnce)
     load_run<kPacked>(run, scores, first_run, count);
     team.sync();
   } else {
-    LogSum own{-INFINITY, 0.0f};
-#pragma unroll 1
-    for (int base = 0; base < count; base += kPagesPerBlock) {
-      load_run<kPacked>(run, scores, base + first_run, count);
-      own = join(own, sum_run(run));
+    // Where a block has one round of pages their exponentials are computed once, relative to the sink's score.
+    exponentials = chunk <= kPagesPerBlock;
+    if (exponentials) {
+      load_run<kPacked>(run, scores, first_run, count);
+      if (threadIdx.x < kGroup) {
+        shared.shift[threadIdx.x] = kLog2e * __ldcg(scores.at + threadIdx.x * scores.stride - begin);
+      }
+      __syncthreads();
+      note_sums(shared, exponentiate_run(run, shared));
+      join_team(shared, team);
+      // Not where another page's score is so far above the sink's (or is not finite) that they overflow.
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) exponentials &= shared.scale[g] > kLeastScale;
+      if (!exponentials) team.sync();
     }
-    constexpr int kLanes = 32 / kGroupPower;
-    if (threadIdx.x % kLanes == 0) shared.partial[threadIdx.x / 32][threadIdx.x % 32 / kLanes] = own;
-    join_team(shared, team);
+    if (!exponentials) {
+      LogSum own{-INFINITY, 0.0f};
+#pragma unroll 1
+      for (int base = 0; base < count; base += kPagesPerBlock) {
+        load_run<kPacked>(run, scores, base + first_run, count);
+        own = join(own, sum_run(run));
+      }
+      note_sums(shared, own);
+      join_team(shared, team);
+    }
   }
 
   unsigned lowest = ~0u, highest = 0;
 #pragma unroll 1
   for (int base = 0; base < count; base += kPagesPerBlock) {
     const int i = base + first_run;
-    // The scores of the only round are still there.
-    if (count > kPagesPerBlock) load_run<kPacked>(run, scores, i, count);
-    const uint4 four = make_keys(shared, run, i, begin, count, present - 1, lowest, highest);
+    float shares[kRun] = {};
+    if (exponentials) {
+      add_shares<true>(shared, run, shares);
+    } else {
+      // The scores of the only round are still there.
+      if (count > kPagesPerBlock) load_run<kPacked>(run, scores, i, count);
+      add_shares<false>(shared, run, shares);
+    }
+    const uint4 four = make_keys(shared, shares, i, begin, count, present - 1, lowest, highest);
     if (i < count) *reinterpret_cast<uint4*>(keys + i) = four;
   }
   note_limits(shared, lowest, highest);

@@ -51,6 +51,8 @@ struct Shared {
   LogSum partial[kSelectWarps][kGroupPower];
   LogSum block_sums[kGroupPower];
   float lse[kGroupPower];
+  // What exponentials are relative to until the log-sum-exps are known, and what makes them shares then.
+  float shift[kGroupPower], scale[kGroupPower];
   // Keys that are ranked lie between these: this block's, and those of all blocks.
   struct { unsigned lowest, highest; } own_limits, limits;
   unsigned found_bin, found_above, found_count;
@@ -111,7 +113,11 @@ __device__ __forceinline__ void join_team(Shared& shared, Team& team) {
     if (takes_part && other < team.size) total = *team.at(&shared.block_sums[head], other);
     join_16();
   }
-  if (takes_part && other == 0) shared.lse[head] = total.largest + log2_approx(total.sum);
+  if (takes_part && other == 0) {
+    const float lse = total.largest + log2_approx(total.sum);
+    shared.lse[head] = lse;
+    shared.scale[head] = exp2_approx(total.largest - lse);
+  }
   __syncthreads();
 }
 
