@@ -107,7 +107,7 @@ def configure(warps: int, blocks: int, cluster: int, tiles: int = 2) -> Any:
     """
     library = build.load("attend", **constants(warps, blocks))
     cuda_attend._clusters.clear()
-    cuda_attend.CLUSTERS = tuple(size for size in (1, 2, 4, 8, 16) if size <= cluster)
+    cuda_attend.CLUSTERS = tuple(size for size in (2, 4, 8, 16) if size <= cluster)
     cuda_attend.TILES_A_WARP = tiles
     cuda_attend.library = lambda *_: library
     return cuda_attend.clusters_of(library)

@@ -61,13 +61,15 @@ def split(row_heads: int, clusters: Mapping[int, int]) -> tuple[int, int]:
 
     ``clusters[n]`` says how many clusters of n blocks the GPU holds at a time.  One wave of
     blocks, since a second one would wait for the first: the tokens of a (row, KV head) are
-    dealt evenly to its splits, in the largest clusters of which each gets at least one.
+    dealt evenly to its splits, in the largest clusters of which each gets at least one.  Where not
+    even the smallest suffice, each gets one of those, in several waves.
     """
     for size in sorted(clusters, reverse=True):
         each = min(clusters[size], MAX_BLOCKS // size) // row_heads
         if each:
             return each * size, size
-    return 1, 1
+    smallest = min(clusters)
+    return smallest, smallest
 
 
 @cache
