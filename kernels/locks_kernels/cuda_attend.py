@@ -14,8 +14,8 @@ QUERY_TYPES = {torch.bfloat16: 0, torch.float16: 1}
 KV_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 3}
 MAX_GROUP = 16
 
-# None of one block: launched without clusters, the kernel ended with an illegal instruction on an H200, most
-# likely at its asynchronous stores to the memory of the cluster, even to a block's own.
+# None of one block: launched without clusters, the kernel ended with an illegal instruction on an H200,
+# most likely at its asynchronous stores to the memory of the cluster, even to a block's own.
 CLUSTERS = (2, 4, 8, 16)
 
 TILES_A_WARP = 1
