@@ -105,13 +105,19 @@ def test_four_million_tokens_of_several_heads():
 
 
 @pytest.mark.parametrize("group", [3, 8, 16])
+@pytest.mark.parametrize("below", [0.0, 60.0, 200.0])
 @pytest.mark.parametrize("pages", [[37_509, 3, 2501, 1], [70_001, 2049], [2048, 2046, 2047]], ids=str)
-def test_packed_scores(pages, group):
-    """As score leaves them, NaN where it writes none; blocks have one round of pages or several."""
+def test_packed_scores(pages, group, below):
+    """As score leaves them, NaN where it writes none; blocks have one round of pages or several.
+
+    With a sink so far below the other pages their exponentials relative to it are infinite.
+    """
     kv_heads, width, tile = 2, 130, 8
     lengths = torch.tensor([PAGE * count - 7 for count in pages], device="cuda")
     budgets = torch.tensor([130] * len(pages), dtype=torch.int32, device="cuda")
-    dense = make_scores(len(pages), kv_heads, group, max(pages), lengths)
+    scores = make_scores(len(pages), kv_heads, group, max(pages), lengths).scores
+    scores[:, :, 0] -= below
+    dense = PageScores(scores, scores.logsumexp(-1))
     table = make_table(len(pages), max(pages))
     want = select(
         dense, table, lengths, budgets, kv_heads=kv_heads, page_size=PAGE, width=width, impl="torch"
