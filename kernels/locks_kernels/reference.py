@@ -61,7 +61,8 @@ def summarize_pages(keys: torch.Tensor, layout: SummaryLayout) -> Summaries:
     quantised V and mu by least squares.  A non-finite key element counts as 0, so one
     broken key cannot spread to other pages.
     """
-    values = torch.nan_to_num(keys.float(), nan=0.0, posinf=0.0, neginf=0.0).transpose(1, 2)
+    # Contiguous, since in which order a product sums may depend on the strides, and so on the pool's order.
+    values = torch.nan_to_num(keys.float(), nan=0.0, posinf=0.0, neginf=0.0).transpose(1, 2).contiguous()
     if layout.rotated:
         values = values @ hadamard(layout.head_dim, values.device)
     centroid = values.mean(-2)

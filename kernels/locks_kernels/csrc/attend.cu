@@ -153,6 +153,9 @@ void attend(int64_t queries, int64_t q_row, int64_t q_head, int64_t keys, int64_
             int64_t arrivals, int64_t rows, int64_t kv_heads, int64_t group, int64_t splits, int64_t cluster,
             int64_t tiles_a_warp, int64_t budgets, [[maybe_unused]] int64_t hot_keys,
             [[maybe_unused]] int64_t hot_values, int64_t stream) {
+  if (cluster < 2 || cluster > kMostPeers) {
+    TVM_FFI_THROW(ValueError) << "clusters of " << cluster << " blocks; legal: 2 to " << kMostPeers;
+  }
   Params params{address<const void>(queries),
                 q_row,
                 q_head,
