@@ -1,6 +1,7 @@
 """A server whose selection can be seen: requests with the pages that they attended, alone or in company."""
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,7 +103,7 @@ class Running:
         tokens = answer["output_ids"]
         # The scheduler may run one step more than it needs and drop the result.
         last = len(self._prompt) + len(tokens) - 1
-        rows = {row: pages for row, pages in self._traced.rows_of(self.rid).items() if row[0] <= last}
+        rows = self._traced.rows_of(self.rid, last)
         return Run(self._prompt, Greedy.of(answer), rows, answer["meta_info"])
 
 
@@ -169,19 +170,29 @@ class Traced:
             self._solo[key] = run
         return self._solo[key]
 
-    def rows_of(self, rid: str) -> dict[tuple[int, int], Pages]:
-        """All rows of a request: (tokens present, layer) -> pages, KV heads in the order of the ranks."""
-        first, *others = [
-            {
-                (line["seq_len"], line["layer"]): line["pages"]
-                for line in trace.lines()
-                if line["rid"] == rid
-            }
-            for trace in self._traces
-        ]
-        for rows in others:
+    def rows_of(self, rid: str, last: float = math.inf) -> dict[tuple[int, int], Pages]:
+        """Rows of a request with at most `last` tokens present: (tokens present, layer) -> pages, KV heads
+        in the order of the ranks.
+
+        The first rank answers without waiting for the others, so their lines are waited for here.
+        """
+        first, *others = (self._rows_in(trace, rid, last) for trace in self._traces)
+        for rank, rows in enumerate(others, 1):
+            deadline = time.monotonic() + WAIT_S
+            while missing := first.keys() - rows.keys():
+                assert time.monotonic() < deadline, f"rank {rank} wrote no rows {sorted(missing)[:10]} ..."
+                time.sleep(POLL_S)
+                rows = self._rows_in(self._traces[rank], rid, last)
             first = {row: None if heads is None else heads + rows[row] for row, heads in first.items()}
         return first
+
+    @staticmethod
+    def _rows_in(trace: TraceFile, rid: str, last: float) -> dict[tuple[int, int], Pages]:
+        return {
+            (line["seq_len"], line["layer"]): line["pages"]
+            for line in trace.lines()
+            if line["rid"] == rid and line["seq_len"] <= last
+        }
 
     def lengths_of(self, rid: str) -> list[int]:
         """Tokens present at each decode step of a request, in the order of the steps."""
