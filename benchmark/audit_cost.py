@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import decode_step
+import grid
 import results_file
 
 GRID = "1x16384,1x131072,8x65536"
@@ -40,7 +41,7 @@ Found = dict[str, dict[tuple[int, int], list[dict[str, Any]]]]
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--grid", default=GRID, help="BATCHxCONTEXT, ...")
+    parser.add_argument("--grid", type=grid.parse, default=GRID, help=grid.HELP)
     parser.add_argument("--intervals", default=INTERVALS, help="intervals whose cost is reported, in steps")
     parser.add_argument("--order", default=ORDER, help="processes with audits off and on, in turns")
     parser.add_argument("--cycles", type=int, default=24, help="audits a case")
@@ -98,17 +99,16 @@ def costs(found: Found, intervals: list[int]) -> list[dict[str, Any]]:
 
 
 def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
-    grid = [tuple(map(int, case.split("x"))) for case in arguments.grid.split(",")]
     flags = ["--attention-backend", arguments.backend, "--page-size", "16", *server_flags]
     flags += ["--sparse-decode", "locks", "--sparse-decode-summary", arguments.format]
     flags += ["--sparse-decode-budget", str(arguments.budget), "--sparse-decode-dense-below", "0"]
     if arguments.child == "on":
         flags += ["--sparse-decode-audit-interval", str(EVERY)]
     started = time.monotonic()
-    runner = decode_step.start_runner(flags, [2, *(batch for batch, _ in grid)])
+    runner = decode_step.start_runner(flags, [2, *(batch for batch, _ in arguments.grid)])
     decode_step.fill_pool(runner)
     print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
-    for batch, context in grid:
+    for batch, context in arguments.grid:
         if not decode_step.fits(runner, batch, context, EVERY * (arguments.cycles + 4)):
             continue
         row = {

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grid
 import results_file
 from result_rows import ran_dense
 
@@ -49,7 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument(
         "--variants", default=VARIANTS, help="dense:BACKEND or SELECTOR:FORMAT[:BACKEND], ..."
     )
-    parser.add_argument("--grid", default=GRID, help="BATCHxCONTEXT, ...")
+    parser.add_argument("--grid", type=grid.parse, default=GRID, help=grid.HELP)
     parser.add_argument("--steps", type=int, default=30, help="measured steps a case; the median counts")
     parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
     parser.add_argument("--prefill", action="store_true", help="really prefill, in chunks of 8192 tokens")
@@ -106,7 +107,7 @@ def main() -> int:
         )
     print_agreement(checks)
     if not rows:
-        print(f"no case of {arguments.grid} ran in any variant; nothing is written")
+        print(f"no case of {grid.named(arguments.grid)} ran in any variant; nothing is written")
         return 1
     all_rows = results_file.merged(earlier, rows, KEY)
     print_table([row for row in all_rows if row["model"] == rows[0]["model"]])
@@ -181,22 +182,21 @@ def run_child(arguments: argparse.Namespace, server_flags: list[str]) -> int:
     form, _, backend = rest.partition(":")
     dense = kind == "dense"
     backend = form if dense else backend or "fa3"
-    grid = [tuple(map(int, case.split("x"))) for case in arguments.grid.split(",")]
     flags = ["--attention-backend", backend, "--page-size", "16", *server_flags]
     if not dense:
         flags += ["--sparse-decode", kind, "--sparse-decode-summary", form]
         flags += ["--sparse-decode-budget", str(arguments.budget)]
 
-    runner = start_runner(flags, [2, *(batch for batch, _ in grid)])
+    runner = start_runner(flags, [2, *(batch for batch, _ in arguments.grid)])
     if arguments.check:
         tokens = generated_tokens(runner, context=arguments.budget - 150)
         print("CHECK " + json.dumps({"variant": arguments.child, "tokens": tokens}), flush=True)
     fill_pool(runner)
     unprofiled: list[dict[str, Any]] = []
     steps = WARM_UP + (1 + PIPELINES) * arguments.steps
-    fitting = [case for case in grid if fits(runner, *case, steps)]
+    fitting = [case for case in arguments.grid if fits(runner, *case, steps)]
     if not fitting:
-        print(f"nothing of {arguments.grid} fits; {arguments.child} has no row", flush=True)
+        print(f"nothing of {grid.named(arguments.grid)} fits; {arguments.child} has no row", flush=True)
         return 1
     for batch, context in fitting:
         row = {

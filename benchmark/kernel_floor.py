@@ -2,7 +2,7 @@
 
     python benchmark/kernel_floor.py                          # everything, as a table
     python benchmark/kernel_floor.py --out results            # and as a file, written after every case
-    python benchmark/kernel_floor.py --ops score select --formats r4i4 --contexts 524288
+    python benchmark/kernel_floor.py --ops score select --formats r4i4 --grid 1x524288
 
 Medians of CUDA-graph replays.  A graph runs the op once on each of several record sets, more
 than the L2 cache holds, on pages in random order; the time is that of the replay over the sets.
@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import author_runs
+import grid
 import results_file
 import torch
 from graph_timing import graph_us
@@ -41,9 +42,8 @@ from locks_kernels.workspace import Workspace
 
 OPS = ("score", "select", "path", "attend", "layer", "summarize", "dense")
 GEOMETRIES = {"glm4-9b-1m": (4, 8, 128), "glm4-9b": (2, 16, 128), "llama31-8b": (8, 4, 128)}
-SINGLE = (16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
+GRID = "1x16384,1x32768,1x65536,1x131072,1x262144,1x524288,1x1048576,32x32768,16x65536,8x131072,4x262144"
 KEY = ("op", "impl", "model", "kv_heads", "batch", "context", "format")  # what no two rows share
-BATCHES = ((32_768, 32), (65_536, 16), (131_072, 8), (262_144, 4))
 
 
 class Inputs:
@@ -229,14 +229,11 @@ def flashinfer_call(inputs: Inputs) -> Callable[[], object] | None:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    shapes = [(context, 1) for context in SINGLE] + list(BATCHES)
     for model in arguments.models:
         for name in arguments.formats:
-            for context, batch in shapes:
-                wanted = not arguments.contexts or (batch == 1 and context in arguments.contexts)
-                if wanted or (arguments.batches and batch > 1):
-                    geometry, pages = GEOMETRIES[model], arguments.budget // PAGE
-                    yield Case(model, *geometry, context, batch, name, pages, arguments.table_tokens)
+            for batch, context in arguments.grid:
+                geometry, pages = GEOMETRIES[model], arguments.budget // PAGE
+                yield Case(model, *geometry, context, batch, name, pages, arguments.table_tokens)
 
 
 def show(result: dict, rate: float) -> dict:
@@ -281,8 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--models", nargs="+", choices=list(GEOMETRIES), default=list(GEOMETRIES))
     parser.add_argument("--formats", nargs="+", default=["r4i4", "r8i4"])
-    parser.add_argument("--contexts", nargs="*", type=int, help="batch-1 contexts; default: all cases")
-    parser.add_argument("--batches", action="store_true", help="with --contexts: the large batches too")
+    parser.add_argument("--grid", type=grid.parse, default=GRID, help=grid.HELP)
     parser.add_argument("--budget", type=int, default=2048, help="tokens a row attends")
     parser.add_argument("--table-tokens", type=int, default=0, help="room of the page table for each row")
     parser.add_argument("--repeats", type=int, default=15)

@@ -1,5 +1,6 @@
 """What a benchmark's run writes, refuses and says; nothing is measured here."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import decode_step
+import grid
 import kernel_floor
 import plan_report
 import pytest
@@ -99,6 +101,13 @@ def test_a_grid_of_which_nothing_fits_is_said(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_grid_that_is_none() -> None:
+    assert grid.parse(grid.named([(1, 16_384), (32, 8)])) == [(1, 16_384), (32, 8)]
+    for text, wrong in (("1x1000,4", "'4'"), ("0x16", "'0x16'"), ("", "''"), ("1x16x8", "'1x16x8'")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{wrong} is no case; legal: BATCHxCONTEXT"):
+            grid.parse(text)
+
+
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of kernel_floor.py whose ops take a microsecond; the run is cut at 32K tokens."""
@@ -121,7 +130,7 @@ def floor(folder: Path, *flags: str) -> None:
 
 def test_kernel_times_of_a_cut_run_are_written(timed: None, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        floor(tmp_path, "--contexts", "16384", "32768", "--name", "heads")
+        floor(tmp_path, "--grid", "1x16384,1x32768", "--name", "heads")
     rows = content(tmp_path / f"kernel_floor_heads-h200-{TODAY}.json")["rows"]
     assert [(row["model"], row["context"]) for row in rows] == [("llama31-8b", 16_384)]
 
@@ -131,7 +140,7 @@ def test_kernel_times_of_an_earlier_run_are_kept(timed: None, tmp_path: Path) ->
     other = row(Case("glm4-9b-1m", 4, 8, 128, 16_384, 1, "r4i4", 128), "score", "cuda", 1, (5.0, 5.0, 5.0))
     old = {"commit": "b", "command": "x", "rows": [row(case, "score", "cuda", 1, (9.0, 9.0, 9.0)), other]}
     (tmp_path / "old.json").write_text(json.dumps(old))
-    floor(tmp_path / "new", "--contexts", "16384", "--append", str(tmp_path / "old.json"))
+    floor(tmp_path / "new", "--grid", "1x16384", "--append", str(tmp_path / "old.json"))
     rows = content(tmp_path / "new" / f"kernel_floor-h200-{TODAY}.json")["rows"]
     assert [(row["model"], row["us"]) for row in rows] == [("glm4-9b-1m", 5.0), ("llama31-8b", 1.0)]
 

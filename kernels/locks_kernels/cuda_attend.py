@@ -125,7 +125,7 @@ _clusters: dict[int, dict[int, int]] = {}
 
 
 def clusters_of(kernel: Any) -> dict[int, int]:
-    """Clusters of 1, 2, ... blocks that the GPU holds at a time; ``build`` keeps libraries for good."""
+    """Clusters of each of ``CLUSTERS`` that the GPU holds at a time; ``build`` keeps libraries for good."""
     found = _clusters.get(id(kernel))
     if found is None:
         found = {size: int(kernel.clusters_at_a_time(size)) for size in CLUSTERS}
