@@ -85,7 +85,7 @@ def main() -> int:
     arguments, server_flags = parse_arguments()
     if arguments.child:
         return run_child(arguments, server_flags)
-    earlier = json.loads(arguments.append.read_text()) if arguments.append else None
+    earlier = results_file.read(arguments.append)
     rows: list[dict[str, Any]] = []
     checks: dict[str, list[list[int]]] = {}
     variants = arguments.variants.split(",")

@@ -87,7 +87,7 @@ def main() -> int:
     arguments, server_flags = parse_arguments()
     if arguments.child:
         return run_child(arguments, server_flags)
-    earlier = json.loads(arguments.append.read_text()) if arguments.append else None
+    earlier = results_file.read(arguments.append)
     rows = list(earlier["rows"]) if earlier else []
     copy_rate = results_file.copy_rate_tb_s()
     torch.cuda.empty_cache()

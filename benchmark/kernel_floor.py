@@ -16,7 +16,6 @@ with ``--table-tokens`` and a ``--name`` of its own shows what that costs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -253,7 +252,7 @@ class File:
 
     def __init__(self, arguments: argparse.Namespace, rate: float):
         self.arguments, self.rate = arguments, rate
-        self.earlier = json.loads(arguments.append.read_text()) if arguments.append else None
+        self.earlier = results_file.read(arguments.append)
         self.rows: list[dict] = []
 
     def write(self) -> Path | None:

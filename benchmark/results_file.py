@@ -94,6 +94,11 @@ def copy_rate_tb_s(gigabytes: int = 4, repeats: int = 20) -> float | None:
     return round(2 * source.nbytes / milliseconds / 1e9, 3)
 
 
+def read(path: Path | None) -> dict[str, Any] | None:
+    """Content of the result file of an ``--append``; None without one."""
+    return json.loads(path.read_text()) if path else None
+
+
 def merged(
     earlier: dict[str, Any] | None, rows: list[dict[str, Any]], key: tuple[str, ...]
 ) -> list[dict[str, Any]]:

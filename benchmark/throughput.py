@@ -29,7 +29,6 @@ variants can be measured in several calls.  On a CPU, with the demo model:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -94,6 +93,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, flags = parse_arguments(argv)
     cases = parse_cases(arguments)
+    earlier = results_file.read(arguments.append)
     given = dict(pair.split("=", 1) for pair in arguments.url.split(",")) if arguments.url else {}
     names = list(given) or arguments.variants.split(",")
     backend = "fa3" if on_gpu() else "torch_native"
@@ -109,13 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in measured(server, variant, cases, tokenizer, arguments, logs, held):
                 rows.append(row)
                 # After every case, so that a run that is cut short is not lost.
-                write(rows, arguments, copy_rate=None)
+                write(rows, arguments, earlier, copy_rate=None)
     del held
     if not rows:
         say(f"no case of {arguments.grid} fitted into the pool of any variant; nothing is written")
         return 1
-    path = write(rows, arguments, copy_rate=results_file.copy_rate_tb_s())
-    both = results_file.merged(earlier_run(arguments), rows, KEY)
+    path = write(rows, arguments, earlier, copy_rate=results_file.copy_rate_tb_s())
+    both = results_file.merged(earlier, rows, KEY)
     rows = [row for row in both if row["model"] == rows[0]["model"]]
     print_table(rows)
     say(f"written to {path}; logs in {logs}")
@@ -314,14 +314,10 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def earlier_run(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Content of the file of ``--append``."""
-    return json.loads(arguments.append.read_text()) if arguments.append else None
-
-
-def write(rows: list[Row], arguments: argparse.Namespace, copy_rate: float | None) -> Path:
+def write(
+    rows: list[Row], arguments: argparse.Namespace, earlier: dict[str, Any] | None, copy_rate: float | None
+) -> Path:
     """Write the result file of the rows measured so far, with those of an earlier run."""
-    earlier = earlier_run(arguments)
     return results_file.write(
         "throughput",
         results_file.merged(earlier, rows, KEY),

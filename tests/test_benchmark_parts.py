@@ -98,16 +98,17 @@ def test_rows_of_an_earlier_run_are_kept_unless_measured_again(tmp_path: Path) -
     other = {**row, "model": "n"}
     earlier = {"rows": [row, other], "commit": "b", "command": "python old"}
     (tmp_path / "old.json").write_text(json.dumps(earlier))
-    arguments = argparse.Namespace(
-        append=tmp_path / "old.json", machine_name="test", out=tmp_path, commit="c"
-    )
-    written = throughput.write([{**row, "x": 2}], arguments, copy_rate=None)
+    arguments = argparse.Namespace(machine_name="test", out=tmp_path, commit="c")
+
+    def write(x: int, append: Path) -> Path:
+        return throughput.write([{**row, "x": x}], arguments, results_file.read(append), copy_rate=None)
+
+    written = write(2, tmp_path / "old.json")
     content = json.loads(written.read_text())
     assert content["rows"] == [other, {**row, "x": 2}]
     assert content["commands"] == ["python old # commit b", content["command"]]
     # Written again after the next case, or appended to itself: a command is there once.
-    arguments.append = written
-    again = json.loads(throughput.write([{**row, "x": 3}], arguments, copy_rate=None).read_text())
+    again = json.loads(write(3, written).read_text())
     assert again["commands"] == content["commands"]
 
 
