@@ -13,9 +13,9 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 
+import grid
 import kernel_floor
 import results_file
 import torch
@@ -23,8 +23,8 @@ from graph_timing import graph_us
 from kernel_floor import Case, Inputs
 from locks_kernels import ATTEND_ALL
 
-CONTEXTS = (4096, 8192, 16_384, 32_768)
-BATCHES = (1, 4, 16)
+GRID = grid.named([(batch, context) for batch in (1, 4, 16) for context in (4096, 8192, 16_384, 32_768)])
+MODEL = "glm4-9b-1m"
 TABLE_TOKENS = 2**20
 CALLS = 12
 
@@ -52,8 +52,8 @@ class Behind:
 
 
 def measure(context: int, batch: int, form: str, budget: int, behind: Behind) -> list[dict]:
-    pages = budget // kernel_floor.PAGE
-    case = Case("glm4-9b-1m", 4, 8, 128, context, batch, form, pages, TABLE_TOKENS)
+    geometry, budget_pages = kernel_floor.GEOMETRIES[MODEL], budget // kernel_floor.PAGE
+    case = Case(MODEL, *geometry, context, batch, form, budget_pages, TABLE_TOKENS)
     inputs = Inputs(case, with_values=True)
     rows = []
     dense = kernel_floor.flashinfer_call(inputs)
@@ -69,8 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--grid", type=grid.parse, default=GRID, help=grid.HELP)
     parser.add_argument("--format", default="r6h")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--commit", help="commit to name in the results")
@@ -81,7 +80,7 @@ def main() -> None:
         sys.exit("short_context needs an NVIDIA GPU")
     behind = Behind()
     rows = []
-    for batch, context in product(arguments.batches, arguments.contexts):
+    for batch, context in arguments.grid:
         found = measure(context, batch, arguments.format, arguments.budget, behind)
         rows += found
         times = "  ".join(f"{row['op']} {row['us']:.1f}" for row in found)

@@ -30,6 +30,8 @@ from locks_kernels import (
 from locks_kernels.attend_buffers import AttendBuffers
 
 H, G, D, B = 4, 8, 128, 16
+# What the product uses, which `configure` replaces.
+SHIPPED_CLUSTERS, SHIPPED_TILES = cuda_attend.CLUSTERS, cuda_attend.TILES_A_WARP
 
 
 def median_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
@@ -100,14 +102,14 @@ def constants(warps: int, blocks: int) -> dict[str, int]:
     }
 
 
-def configure(warps: int, blocks: int, cluster: int, tiles: int = 2) -> Any:
+def configure(warps: int, blocks: int, cluster: int, tiles: int = SHIPPED_TILES) -> Any:
     """Point the op at a variant: warps a block, blocks a multiprocessor, largest cluster, tiles a warp.
 
     Returns what ``cuda_attend.clusters_of`` says of it.
     """
     library = build.load("attend", **constants(warps, blocks))
     cuda_attend._clusters.clear()
-    cuda_attend.CLUSTERS = tuple(size for size in (2, 4, 8, 16) if size <= cluster)
+    cuda_attend.CLUSTERS = tuple(size for size in SHIPPED_CLUSTERS if size <= cluster)
     cuda_attend.TILES_A_WARP = tiles
     cuda_attend.library = lambda *_: library
     return cuda_attend.clusters_of(library)
