@@ -72,9 +72,9 @@ def origin(result: dict[str, Any]) -> str:
     )
 
 
-def of_models(name: str, part: Callable[[Rows], str], machine: str = "h200") -> str:
+def of_models(name: str, part: Callable[[Rows], str]) -> str:
     """``part`` of every model of the newest run, with its origin."""
-    result = newest(name, machine)
+    result = newest(name)
     return f"{step_report.each_model(result['rows'], part)}\n\n{origin(result)}" if result else NOT_RUN
 
 

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 MAX_BLOCKS = 512
-"""Most blocks of a launch whose rows are split; larger batches are not split at all."""
+"""Most blocks of a launch; more only where every (row, KV head) has one of the smallest clusters."""
 
 MAX_CLUSTER = 16
 """Most blocks that merge through each other's shared memory."""

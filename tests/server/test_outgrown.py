@@ -5,8 +5,10 @@ from locks_sglang.dense_steps import ROW_TOKENS
 from server import ServerPool
 
 PAGE, BUDGET, BELOW = 16, 128, 64
-FLAGS = ("--sparse-decode", "locks", "--sparse-decode-budget", str(BUDGET), "--max-total-tokens", "8192")
-FLAGS = (*FLAGS, "--sparse-decode-dense-below", str(BELOW))
+FLAGS = (
+    *("--sparse-decode", "locks", "--sparse-decode-budget", str(BUDGET), "--max-total-tokens", "8192"),
+    *("--sparse-decode-dense-below", str(BELOW)),
+)
 FIRST_SPARSE = BUDGET + ROW_TOKENS + BELOW
 DENSE, NEW = 21, 32
 
